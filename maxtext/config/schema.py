@@ -1,0 +1,275 @@
+"""The configuration tree: frozen dataclasses, one docstring a field, no behaviour beyond derived values.
+
+The YAML has the same tree. This file imports neither jax nor numpy, so that `--help` and every configuration error
+answer at once. Values are read and typed in `load.py`; rules that relate several fields are in `validate.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+NormPlacement = Literal["post"]
+QkNorm = Literal["projection"]
+LayerKind = Literal["window", "full"]
+Dtype = Literal["float32", "bfloat16"]
+RematMode = Literal["none", "full", "names"]
+RematName = Literal["qkv", "attention", "attention_out", "gate_up", "mlp_out"]
+OptimizerKind = Literal["skip_step_adamw", "adamw"]
+ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
+TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
+
+
+def field(doc: str, default: Any = dataclasses.MISSING, also: tuple[str, ...] = (), minimum: float | None = None,
+          above: float | None = None, maximum: float | None = None) -> Any:
+    """A schema field.
+
+    Args:
+      doc: one sentence that says what the field means, with its unit.
+      default: its value when the YAML does not give one; without it the key is required. A default that is a dataclass
+        type is built from that type's own defaults.
+      also: names that other tools use for it, so that an error can point from them to this key.
+      minimum, above, maximum: the range of numbers allowed (`above` is exclusive). They apply to each item of a list.
+    """
+    metadata = {"doc": doc, "also": also, "minimum": minimum, "above": above, "maximum": maximum}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, type) and dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. A decoder is described by these choices alone; code never looks at a model's name."""
+
+    vocab_size: int = field("Rows of the embedding and of the LM head; at least the tokenizer's vocabulary.", minimum=1)
+    d_model: int = field("Width of the residual stream.", also=("hidden_size", "embed_dim", "emb_dim"), minimum=1)
+    n_layers: int = field("Number of blocks.", also=("num_hidden_layers", "num_decoder_layers", "num_layers"), minimum=1)
+    n_heads: int = field("Number of query heads.", also=("num_attention_heads", "num_query_heads"), minimum=1)
+    d_ff: int = field("Hidden width of the SwiGLU feed-forward.", also=("intermediate_size", "mlp_dim", "hidden_dim"),
+                      minimum=1)
+    n_kv_heads: int | None = field("Number of key/value heads; null means n_heads (no grouping).", None,
+                                   also=("num_key_value_heads", "num_kv_heads"), minimum=1)
+    head_dim: int | None = field("Width of one head; null means d_model / n_heads.", None, minimum=2)
+    layer_pattern: tuple[LayerKind, ...] = field(
+        "Kinds of attention, repeated from layer 0: window (sliding) or full.", ("full",), also=("layer_types",))
+    last_layer_full: bool = field("Whether the last layer is full whatever the pattern says.", True)
+    window: int | None = field("Tokens that a window layer sees, itself included.", None, also=("sliding_window",),
+                               minimum=1)
+    norm_placement: NormPlacement = field(
+        "Where the block norms stand: post = on the output of each branch, inside the residual (OLMo 2 and 3).", "post")
+    qk_norm: QkNorm = field("QK-norm: projection = one RMS statistic over all heads, before the head split.",
+                            "projection")
+    norm_eps: float = field("Epsilon of every RMSNorm.", 1e-6, also=("rms_norm_eps",), above=0)
+    rope_theta: float = field("Base of the rotary position embedding.", 500000.0, above=0)
+    init_std: float = field("Standard deviation of the normal that is cut at 3 of them to draw initial weights.", 0.02,
+                            above=0)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Per layer: the window in tokens, or None for full attention."""
+        kinds = [self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.n_layers)]
+        if self.last_layer_full:
+            kinds[-1] = "full"
+        return tuple(self.window if kind == "window" else None for kind in kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """One named training source: token files and how often each epoch passes over them."""
+
+    paths: tuple[str, ...] = field("Token files (or globs, sorted by name) in data-set order.", ())
+    mix: str | None = field("A file of `label,path` lines instead of paths; `{TOKENIZER}` in a path is replaced.", None)
+    root: str = field("Folder or URL that relative paths start from.", "")
+    tokenizer_placeholder: str = field("What `{TOKENIZER}` in the mix file stands for.", "allenai/dolma3-tokenizer")
+    repeat: float = field("Passes over this source in one epoch; 2.5 is two passes and the first half of each file.",
+                          1.0, also=("weight",), above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Training data: token files in OLMo's format and the order in which they are seen."""
+
+    sequence_length: int = field("Tokens in one instance.", also=("max_target_length", "seq_len", "max_seq_len"),
+                                 minimum=2)
+    sources: dict[str, SourceConfig] = field("Named sources, in data-set order.", {})
+    prepared: str | None = field(
+        "A folder written by `maxtext data prepare`; it supplies paths, vocabulary, eos, pad and held-out sets.", None)
+    vocab_size: int | None = field("Ids of the tokenizer; every token must be below it. null: from `prepared`.", None,
+                                   minimum=1)
+    eos_id: int | None = field("End-of-document id. null: from `prepared`.", None, minimum=0)
+    pad_id: int | None = field("Padding id. null: from `prepared`.", None, minimum=0)
+    dtype: TokenDtype = field("Integer type of the token files; auto is the smallest that holds vocab_size - 1.", "auto")
+    seed: int = field("Seed of the global shuffle (epoch e uses seed + e, counted from 1).", 0, minimum=0)
+    prefetch: int = field("Batches read ahead of the step.", 4, minimum=0)
+    workers: int = field("Reader processes; 0 reads in threads of this process. The order does not depend on it.", 0,
+                         minimum=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipConfig:
+    """When a step's update is skipped as an outlier (facts of SkipStepAdamW)."""
+
+    window: int = field("Past steps whose loss and grad norm give the mean and deviation.", 128,
+                        also=("rolling_interval_length",), minimum=2)
+    sigma: float = field("A step is skipped beyond the mean plus this many deviations.", 6.0, also=("sigma_factor",),
+                         above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer."""
+
+    lr: float = field("Peak learning rate.", also=("learning_rate", "max_lr", "peak_lr"), minimum=0)
+    kind: OptimizerKind = field("skip_step_adamw skips outlier steps; adamw never does.", "skip_step_adamw")
+    betas: tuple[float, float] = field("Decay of the first and second moments.", (0.9, 0.95), minimum=0, maximum=1)
+    eps: float = field("Added to the square root of the second moment.", 1e-8, also=("adam_eps",), above=0)
+    weight_decay: float = field("Decoupled weight decay, scaled by the learning rate.", 0.1, minimum=0)
+    no_decay: tuple[str, ...] = field("Parameters without weight decay: glob patterns on their dotted names.",
+                                      ("embed",))
+    max_grad_norm: float | None = field("Gradients are scaled so that their global L2 norm is at most this; null: off.",
+                                        1.0, also=("gradient_clipping_threshold", "clip_grad_norm", "grad_clip"), above=0)
+    skip: SkipConfig = field("Rule of skip_step_adamw.", SkipConfig)
+    step_increment_bugfix: bool = field("False reproduces the reference's old bias correction, frozen at step 1.", True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate as a function of the update number t, which is 1 for the first update."""
+
+    kind: ScheduleKind = field("cosine, half_cosine, linear, wsd (warm-up, stable, decay) or constant.", "cosine")
+    warmup_steps: int = field("Updates over which the rate rises linearly from 0.", 0, also=("warmup",), minimum=0)
+    total_steps: int | None = field(
+        "Update at which the schedule ends; null means train.steps. Set it so that train.steps may change freely.", None,
+        also=("t_max", "decay_steps_total"), minimum=1)
+    min_ratio: float = field("Final learning rate over the peak.", 0.1,
+                             also=("alpha_f", "min_lr_ratio", "cosine_learning_rate_final_fraction"), minimum=0, maximum=1)
+    decay_steps: int | None = field("wsd only: updates of the final linear decay.", None, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RematConfig:
+    """Which activations of a block are kept for the backward pass."""
+
+    mode: RematMode = field("none keeps all, full recomputes all, names keeps those in `save`.", "full")
+    save: tuple[RematName, ...] = field("mode names: tagged values to keep.", ())
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The run: how long, how large a batch, in which precision."""
+
+    steps: int = field("Updates in the whole run.", also=("max_steps", "num_steps", "total_steps"), minimum=1)
+    global_batch: int = field("Sequences in one update, over all devices and micro-batches.",
+                              also=("batch_size", "global_batch_size", "batch", "per_device_batch_size",
+                                    "batch_sequences"), minimum=1)
+    gradient_accumulation_steps: int = field("Micro-batches that one update is split into.", 1,
+                                             also=("accumulation", "accumulate_steps", "grad_accum"), minimum=1)
+    compute_dtype: Dtype = field("Type of activations and matmuls; weights and moments are always float32.", "bfloat16",
+                                 also=("dtype", "precision"))
+    z_loss: float = field("Multiplier of the squared log-partition in the loss.", 1e-5, also=("z_loss_multiplier",),
+                          minimum=0)
+    remat: RematConfig = field("Activation recomputation.", RematConfig)
+    loss_chunk_tokens: int = field("Tokens whose logits exist at one time on a device.", 512, minimum=1)
+    max_seconds: float | None = field("Wall-clock budget; when it is spent the run saves and stops cleanly.", None,
+                                      also=("time_limit", "max_time"), above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes. One of them may be -1: it takes the devices that are left."""
+
+    data: int = field("Replicas: each holds all weights and its share of the batch.", 1, also=("dp", "replicate"),
+                      minimum=-1)
+    fsdp: int = field("Devices that share weights, optimizer state and batch.", -1, also=("zero", "shard"), minimum=-1)
+    tensor: int = field("Devices that share heads, feed-forward width and vocabulary.", 1, also=("tp", "model"),
+                        minimum=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved, when, and what is kept."""
+
+    every: int | None = field("Updates between saves; null: only at the end and on a stop.", 1000,
+                              also=("save_interval", "checkpoint_period", "save_every", "every_steps"), minimum=1)
+    keep_last: int | None = field("Newest checkpoints that are kept; null keeps all.", 3,
+                                  also=("max_to_keep", "max_checkpoints", "save_total_limit"), minimum=1)
+    keep_every: int | None = field("Checkpoints at multiples of this many updates are kept for ever.", None,
+                                   also=("keep_period",), minimum=1)
+    asynchronous: bool = field("Write in the background while training goes on.", True,
+                               also=("async", "async_checkpointing"))
+    save_at_start: bool = field("Also save the initial weights as step 0.", False)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSetConfig:
+    """One held-out set."""
+
+    paths: tuple[str, ...] = field("Token files (or globs) of held-out documents.")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Held-out evaluation in the loop."""
+
+    every: int | None = field("Updates between evaluations; null: never.", None,
+                              also=("eval_interval", "eval_every", "eval_steps", "every_steps"), minimum=1)
+    at_start: bool = field("Also before the first update.", True)
+    at_end: bool = field("Also after the last update.", True)
+    batch: int = field("Sequences in one evaluation batch; results do not depend on it.", 8, also=("batch_size",),
+                       minimum=1)
+    sets: dict[str, EvalSetConfig] = field("Named sets; those of data.prepared are used when there are none.", {})
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """What is written while training."""
+
+    every: int = field("Updates between console lines; metrics.jsonl has every update.", 1, also=("log_interval",),
+                       minimum=1)
+    tensorboard: bool = field("Write TensorBoard events.", True)
+    report: bool = field("Write report.html and loss.png at the end.", True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    model: ModelConfig = field("Architecture.")
+    data: DataConfig = field("Training data.")
+    optim: OptimConfig = field("Optimizer.")
+    train: TrainConfig = field("The run.")
+    description: str = field("One line that the list of configs shows.", "")
+    run_name: str = field("Name of the run's folder under output_dir.", "run", also=("name",))
+    output_dir: str = field("Folder of all runs.", "runs", also=("base_output_directory", "save_folder"))
+    seed: int = field("Seed of the initial weights.", 0, minimum=0)
+    schedule: ScheduleConfig = field("Learning rate.", ScheduleConfig)
+    mesh: MeshConfig = field("Devices.", MeshConfig)
+    checkpoint: CheckpointConfig = field("Checkpoints.", CheckpointConfig)
+    eval: EvalConfig = field("Held-out evaluation.", EvalConfig)
+    log: LogConfig = field("Logs.", LogConfig)
+
+    @property
+    def run_dir(self) -> str:
+        return f"{self.output_dir}/{self.run_name}"
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens in one update."""
+        return self.train.global_batch * self.data.sequence_length
+
+    @property
+    def schedule_steps(self) -> int:
+        """Update at which the learning-rate schedule ends."""
+        return self.train.steps if self.schedule.total_steps is None else self.schedule.total_steps
