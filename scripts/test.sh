@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Makes the environment with the test tools, then runs the linter and the tests.
+#   scripts/test.sh [pytest arguments ...]     default: tests -n 2
+# Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+case "${1:-}" in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+[ $# -gt 0 ] || set -- tests -n 2
+
+ensure_environment requirements-test.lock
+
+say "ruff check"
+"$VENV/bin/ruff" check . || die "ruff found the faults above" "many can be mended with: $VENV/bin/ruff check --fix"
+
+say "pytest $*"
+"$VENV/bin/python" -m pytest "$@" || die "pytest failed (exit status $?)" \
+  "rerun one test: $VENV/bin/python -m pytest PATH::NAME -x"
