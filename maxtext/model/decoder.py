@@ -1,0 +1,166 @@
+"""The decoder: read this first.
+
+A model is a tree of arrays (`Decoder`) and pure functions. `decoder_params` is the one declaration of every array.
+A stack of unlike layers is a tuple of *segments*; a segment is a short pattern of blocks repeated R times, its arrays
+stacked on a leading dim and run by `lax.scan`. OLMo 3 7B is one segment: 8 x [window, window, window, full].
+
+Dims: B batch, T position, D model width, V vocabulary, R repeats of a segment's pattern.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from maxtext.config.schema import ModelConfig, RematConfig
+from maxtext.model.attention import Attention, attention, attention_params
+from maxtext.model.layers import Mlp, mlp, mlp_params, rms_norm, rope_tables
+from maxtext.parallel.sharding import Param, is_param, sharding, spec
+
+
+@flax.struct.dataclass
+class Block:
+    attention: Attention
+    attention_norm: jax.Array  # D
+    mlp: Mlp
+    mlp_norm: jax.Array  # D
+
+
+@flax.struct.dataclass
+class Decoder:
+    embed: jax.Array  # V D
+    segments: tuple[tuple[Block, ...], ...]  # every array has a leading dim R
+    norm: jax.Array  # D
+    head: jax.Array  # D V
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """`repeats` times a pattern of blocks, given by their windows (None: full attention)."""
+
+    windows: tuple[int | None, ...]
+    repeats: int
+
+
+def segments(cfg: ModelConfig) -> tuple[Segment, ...]:
+    """Splits the layers into as few repeated patterns as the declared `layer_pattern` allows."""
+    windows, pattern = cfg.layer_windows, len(cfg.layer_pattern)
+    repeats = 0
+    while windows[repeats * pattern : (repeats + 1) * pattern] == windows[:pattern] and len(windows) >= pattern:
+        repeats += 1
+    found = [Segment(windows[:pattern], repeats)] if repeats else []
+    rest = windows[repeats * pattern :]
+    while rest:  # what the pattern leaves over: runs of equal layers
+        run = next((i for i, window in enumerate(rest) if window != rest[0]), len(rest))
+        found.append(Segment((rest[0],), run))
+        rest = rest[run:]
+    return tuple(found)
+
+
+def decoder_params(cfg: ModelConfig) -> Decoder:
+    """The declaration of every array of the model: a `Decoder` whose leaves are `Param`."""
+    block = Block(
+        attention=attention_params(cfg),
+        attention_norm=Param((cfg.d_model,), (None,), init="ones"),
+        mlp=mlp_params(cfg),
+        mlp_norm=Param((cfg.d_model,), (None,), init="ones"),
+    )
+
+    def stacked(segment: Segment) -> tuple[Block, ...]:
+        return (jax.tree.map(lambda p: p.stack(segment.repeats), block, is_leaf=is_param),) * len(segment.windows)
+
+    return Decoder(
+        embed=Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed")),
+        segments=tuple(stacked(segment) for segment in segments(cfg)),
+        norm=Param((cfg.d_model,), (None,), init="ones"),
+        head=Param((cfg.d_model, cfg.vocab_size), ("embed", "vocab")),
+    )
+
+
+def leaf_names(tree: Any) -> Any:
+    """A tree of the same shape whose leaves are their own dotted names, such as `segments.0.2.mlp.down`."""
+    def name(path: tuple, _: Any) -> str:
+        return jax.tree_util.keystr(path, simple=True, separator=".")
+
+    return jax.tree_util.tree_map_with_path(name, tree, is_leaf=is_param)
+
+
+def init_decoder(cfg: ModelConfig, key: jax.Array) -> Decoder:
+    """Initial weights, float32, on the current mesh; the values do not depend on the mesh.
+
+    Each array has a key of its own, derived from its name. "normal" is a normal of standard deviation `init_std` cut at
+    +-3 of them and not rescaled, for every matrix, embeddings and head included; norm gains are 1
+    (OLMo-core nn/transformer/init.py, `InitMethod.normal`).
+    """
+
+    def draw(p: Param, name: str) -> jax.Array:
+        if p.init == "ones":
+            return jnp.ones(p.shape, jnp.float32, out_sharding=spec(*p.dims))
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return cfg.init_std * jax.random.truncated_normal(own, -3.0, 3.0, p.shape, out_sharding=spec(*p.dims))
+
+    declared = decoder_params(cfg)
+    return jax.tree.map(draw, declared, leaf_names(declared), is_leaf=is_param)
+
+
+def abstract_decoder(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Decoder:
+    """Shapes, dtypes and shardings of the weights; nothing is allocated."""
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding(mesh, *p.dims)),
+        decoder_params(cfg),
+        is_leaf=is_param,
+    )
+
+
+def block_forward(p: Block, x_BTD: jax.Array, cfg: ModelConfig, rope: tuple[jax.Array, jax.Array],
+                  window: int | None) -> jax.Array:
+    """One layer. The norms stand on the branches' outputs, inside the residual ("reordered norm", OLMo 2, 2024)."""
+    p = jax.tree.map(lambda w: w.astype(x_BTD.dtype), p)
+    attended_BTD = attention(p.attention, x_BTD, cfg, rope, window)
+    x_BTD = x_BTD + rms_norm(attended_BTD, p.attention_norm, cfg.norm_eps)
+    return x_BTD + rms_norm(mlp(p.mlp, x_BTD), p.mlp_norm, cfg.norm_eps)
+
+
+def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype,
+                    remat: RematConfig) -> jax.Array:
+    """Final hidden states, after the last norm: what the LM head multiplies.
+
+    Args:
+      p: float32 weights; they are cast to `dtype` where they are used, norm gains and embeddings included.
+      tokens_BT: int32 ids.
+      dtype: of activations and of the residual stream.
+      remat: which activations of a block the backward pass keeps.
+
+    Returns:
+      (B, T, D) in `dtype`.
+    """
+    table_VD = jax.sharding.reshard(p.embed.astype(dtype), spec(None, None))
+    x_BTD = table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
+    rope = rope_tables(tokens_BT.shape[1], cfg.head_width, cfg.rope_theta)
+    run_block = _rematerialised(block_forward, remat)
+
+    def run_pattern(segment: Segment, x_BTD: jax.Array, blocks: tuple[Block, ...]) -> tuple[jax.Array, None]:
+        for window, block in zip(segment.windows, blocks, strict=True):
+            x_BTD = run_block(block, x_BTD, cfg, rope, window)
+        return x_BTD, None
+
+    for segment, blocks in zip(segments(cfg), p.segments, strict=True):
+        if segment.repeats == 1:
+            x_BTD, _ = run_pattern(segment, x_BTD, jax.tree.map(lambda w: w[0], blocks))
+        else:
+            x_BTD, _ = jax.lax.scan(functools.partial(run_pattern, segment), x_BTD, blocks)
+    return rms_norm(x_BTD, p.norm.astype(dtype), cfg.norm_eps)
+
+
+def _rematerialised(function: Callable[..., jax.Array], remat: RematConfig) -> Callable[..., jax.Array]:
+    if remat.mode == "none":
+        return function
+    policy = jax.checkpoint_policies.save_only_these_names(*remat.save) if remat.mode == "names" else None
+    return jax.checkpoint(function, policy=policy, static_argnums=(2, 4))

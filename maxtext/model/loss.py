@@ -1,0 +1,58 @@
+"""Next-token loss on top of the decoder.
+
+Dims: B batch, T position, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.config.schema import Config
+from maxtext.kernels.cross_entropy import Axes, Losses, cross_entropy, token_nll
+from maxtext.model.decoder import Decoder, decoder_forward
+from maxtext.parallel.sharding import RULES, per_device
+
+AXES = Axes(tokens=RULES["batch"], width=RULES["embed"], vocab=RULES["vocab"])
+TOKENS, HIDDEN, HEAD = ("batch", None), ("batch", None, None), ("embed", "vocab")
+
+
+def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, total_weight: jax.Array,
+              cfg: Config) -> tuple[jax.Array, Losses]:
+    """Cross-entropy plus z-loss, each a weighted sum over these tokens divided by `total_weight`.
+
+    `total_weight` is the sum over the whole global batch, so that the losses (and gradients) of its micro-batches add
+    up to the batch's own, however it is split.
+
+    Returns:
+      (loss to differentiate, its parts without multipliers), float32 scalars.
+    """
+
+    def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):  # noqa: ANN202
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        return cross_entropy(x_ND, w_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), cfg.train.z_loss,
+                             cfg.train.loss_chunk_tokens, AXES)
+
+    x_BTD = decoder_forward(p, tokens_BT, cfg.model, jnp.dtype(cfg.train.compute_dtype), cfg.train.remat)
+    fused = per_device(local, (HIDDEN, HEAD, TOKENS, TOKENS), ((), Losses((), ())))
+    return fused(x_BTD, p.head, targets_BT, weights_BT / total_weight)
+
+
+def nll(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, cfg: Config) -> jax.Array:
+    """Negative log-likelihood in nats of each target, (B, T) float32."""
+
+    def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        losses = token_nll(x_ND, w_DV, targets_BT.reshape(-1), cfg.train.loss_chunk_tokens, AXES)
+        return losses.reshape(targets_BT.shape)
+
+    x_BTD = decoder_forward(p, tokens_BT, cfg.model, jnp.dtype(cfg.train.compute_dtype), cfg.train.remat)
+    return per_device(local, (HIDDEN, HEAD, TOKENS), TOKENS)(x_BTD, p.head, targets_BT)
+
+
+def logits(p: Decoder, tokens_BT: jax.Array, cfg: Config) -> jax.Array:
+    """All logits, (B, T, V) float32: for small models, comparisons and tests."""
+    dtype = jnp.dtype(cfg.train.compute_dtype)
+    x_BTD = decoder_forward(p, tokens_BT, cfg.model, dtype, cfg.train.remat)
+    head = jax.sharding.reshard(p.head.astype(dtype), jax.sharding.PartitionSpec(None, RULES["vocab"]))
+    return jnp.einsum("btd,dv->btv", x_BTD, head).astype(jnp.float32)

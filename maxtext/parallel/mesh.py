@@ -1,0 +1,51 @@
+"""The device mesh: named axes in explicit sharding mode, where every array's type carries its sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from maxtext.config.schema import Config
+from maxtext.config.validate import mesh_problems, resolve_mesh
+
+AXES = ("data", "fsdp", "tensor")
+
+
+class MeshError(ValueError):
+    """The mesh asked for cannot be laid over the devices at hand."""
+
+
+def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lays the configured mesh over all devices.
+
+    Args:
+      cfg: the run; `cfg.mesh` gives the sizes, one of which may be -1.
+      devices: the devices to use; all of them by default.
+
+    Returns:
+      A mesh with axes `data`, `fsdp` and `tensor`, all explicit.
+
+    Raises:
+      MeshError: when sizes and devices, or sizes and the model or batch, do not fit; the arithmetic is in the message.
+    """
+    devices = jax.devices() if devices is None else devices
+    problems = mesh_problems(cfg, len(devices))
+    if problems:
+        raise MeshError("\n".join(f"{key}: {message}" for key, message in problems))
+    shape = resolve_mesh(cfg.mesh, len(devices))
+    types = (AxisType.Explicit,) * len(AXES)
+    if len(devices) == 1 or devices[0].platform == "cpu":  # no topology to arrange: keep the order that was given
+        return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=types)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
+def abstract_mesh(cfg: Config, n_devices: int) -> jax.sharding.AbstractMesh:
+    """The same mesh without devices, for shapes, shardings and memory estimates. Raises MeshError as `make_mesh` does."""
+    problems = mesh_problems(cfg, n_devices)
+    if problems:
+        raise MeshError("\n".join(f"{key}: {message}" for key, message in problems))
+    shape = resolve_mesh(cfg.mesh, n_devices)
+    return jax.sharding.AbstractMesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
