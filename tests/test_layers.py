@@ -1,0 +1,121 @@
+"""Imports go downwards only: each part of maxtext/ may import the parts below it, read from the sources with ast."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "maxtext"
+
+_MODEL = {"config", "parallel", "kernels", "model"}
+_DATA = {"config", "parallel", "data"}
+_EVAL = _MODEL | _DATA | {"generate", "eval"}
+_TRAIN = _EVAL | {"checkpoint", "train"}
+
+# Part -> the parts it may import, itself included. `cli` is absent: inside a verb it may import anything.
+MAY_IMPORT = {
+    "__init__": set(),
+    "config": {"config"},
+    "parallel": {"config", "parallel"},
+    "kernels": {"config", "parallel", "kernels"},
+    "model": _MODEL,
+    "checkpoint": {"config", "parallel", "checkpoint"},
+    "data": _DATA,
+    "generate": _MODEL | {"generate"},
+    "eval": _EVAL,
+    "convert": _MODEL | {"checkpoint", "convert"},
+    "train": _TRAIN,
+    "plan": _TRAIN | {"plan"},
+    "report": {"config", "report"},
+    "launch": {"config", "launch"},
+}
+OTHER_FRAMEWORKS = {"torch", "transformers", "tensorflow", "keras", "torchvision"}
+
+
+def part_of(module: str) -> str:
+    """`maxtext.model.decoder` -> `model`, `maxtext` -> `__init__`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.AST, module: str, is_package: bool) -> list[tuple[int, str]]:
+    """(line, absolute name) of every import below `tree`, those inside functions too."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                package = package[: len(package) - node.level + 1]
+                base = ".".join([*package, base] if base else package)
+            # `from maxtext import model` names a part in its alias.
+            found += [(node.lineno, f"{base}.{alias.name}" if base == "maxtext" else base) for alias in node.names]
+    return found
+
+
+def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Every import in `source` that the table does not allow to `module`."""
+    part = part_of(module)
+    allowed = MAY_IMPORT.get(part, set())
+    wrong = []
+    for line, name in imported(ast.parse(source), module, is_package):
+        top = name.split(".")[0]
+        if top in OTHER_FRAMEWORKS and part != "convert":
+            wrong.append(f"{module}:{line}: {top}; only maxtext/convert may import it")
+        if top == "maxtext" and part != "cli" and part_of(name) not in allowed:
+            wrong.append(f"{module}:{line}: {name}; {part} may import {sorted(allowed)}")
+        if part == "config" and top not in {"maxtext", "yaml"} | set(sys.stdlib_module_names):
+            wrong.append(f"{module}:{line}: {name}; config needs only the standard library and yaml, to answer at once")
+    return wrong
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downwards(path: Path):
+    module = module_name(path)
+    assert part_of(module) in {*MAY_IMPORT, "cli"}, f"{module}: add its part to MAY_IMPORT"
+    assert wrong_imports(path.read_text(), module, path.name == "__init__.py") == []
+
+
+def test_cli_imports_parts_inside_the_verb_that_needs_them():
+    """So that `--help` and every config error answer without the seconds that importing jax takes."""
+    tree = ast.parse((PACKAGE / "cli.py").read_text())
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    top_level = ast.Module([node for node in tree.body if not isinstance(node, functions)], type_ignores=[])
+    for line, name in imported(top_level, "maxtext.cli", is_package=False):
+        quick = name.split(".")[0] in sys.stdlib_module_names or name.startswith("maxtext.config")
+        assert quick, f"maxtext/cli.py:{line}: import {name} inside the function that needs it"
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "fault"),
+    [
+        ("from maxtext.train import step", "maxtext.model.decoder", "maxtext.train; model may import"),
+        ("def f():\n  import maxtext.data.batch", "maxtext.kernels.attention", "maxtext.data.batch; kernels may"),
+        ("from maxtext import convert", "maxtext.train.loop", "maxtext.convert; train may import"),
+        ("from ..model import decoder", "maxtext.data.batch", "maxtext.model; data may import"),
+        ("import torch.nn", "maxtext.eval.perplexity", "torch; only maxtext/convert"),
+        ("import jax", "maxtext.config.load", "jax; config needs only"),
+        ("from maxtext.config import schema", "maxtext", "maxtext.config; __init__ may import []"),
+    ],
+)
+def test_the_reader_finds_each_kind_of_fault(source: str, module: str, fault: str):
+    assert len(found := wrong_imports(source, module)) == 1
+    assert fault in found[0]
+
+
+def test_the_reader_accepts_what_the_table_allows():
+    assert wrong_imports("from . import schema\nimport dataclasses, yaml", "maxtext.config.load") == []
+    assert wrong_imports("from .decoder import Decoder", "maxtext.model", is_package=True) == []
+    assert wrong_imports("def f():\n  import torch", "maxtext.convert.parity") == []
+    assert wrong_imports("from maxtext import train, convert", "maxtext.cli") == []
