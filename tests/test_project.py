@@ -56,7 +56,7 @@ def test_no_tracked_file_names_a_place_of_one_machine(tracked: list[str]):
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("see https://" + "pypi.org/simple", "registry host"),
+        ("see https://py" + "pi.org/simple", "registry host"),
         ("cp x " + "/work" + "/main", "path of one machine"),
         ('PATH="' + "/root" + '/.x"', "path of one machine"),
         ("--index" + "-url x", "index or mirror option"),
