@@ -49,3 +49,8 @@ def abstract_mesh(cfg: Config, n_devices: int) -> jax.sharding.AbstractMesh:
         raise MeshError("\n".join(f"{key}: {message}" for key, message in problems))
     shape = resolve_mesh(cfg.mesh, n_devices)
     return jax.sharding.AbstractMesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def batch_devices(mesh: Mesh) -> int:
+    """How many ways the batch is split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]

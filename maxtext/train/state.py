@@ -1,0 +1,45 @@
+"""The training state: everything that a resumed run needs, as one pytree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from maxtext.config.schema import Config
+from maxtext.model.decoder import Decoder, decoder_params, init_decoder, leaf_names
+from maxtext.train.optim import decay_mask_from_names, make_optimizer
+from maxtext.train.schedule import make_schedule
+
+
+@flax.struct.dataclass
+class TrainState:
+    step: jax.Array  # int32: updates done, skipped ones included
+    params: Decoder  # float32
+    optimizer: Any  # moments, Adam count, learning rate, windows of the skip rule
+    rng: jax.Array  # uint32 key data of the run's seed
+
+
+def optimizer_of(cfg: Config) -> optax.GradientTransformationExtraArgs:
+    names = leaf_names(decoder_params(cfg.model))
+    return make_optimizer(cfg, make_schedule(cfg), decay_mask_from_names(names, cfg.optim.no_decay))
+
+
+def init_state(cfg: Config) -> TrainState:
+    """The state before the first update, on the current mesh; a pure function of the config's seed."""
+    key = jax.random.key(cfg.seed)
+    params = init_decoder(cfg.model, key)
+    return TrainState(jnp.int32(0), params, optimizer_of(cfg).init(params), jax.random.key_data(key))
+
+
+def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state on `mesh`; nothing is allocated."""
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: init_state(cfg))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec)), shapes
+    )
