@@ -51,14 +51,14 @@ def flops_per_token(cfg: ModelConfig, length: int) -> int:
     """Training FLOPs (forward and backward) of one token in a sequence of `length`, by OLMo-core's count.
 
     Six a weight of each matmul, QK-norm gains and the final norm included, other norms and the embedding not; attention
-    is charged the positions that a query sees on average, w * (1 - w / 2T) with w = min(window, T); no recomputation
+    is charged the positions that a query sees on average, w - w (w - 1) / 2T with w = min(window, T); no recomputation
     (OLMo-core 3.0.0 `num_flops_per_token`).
     """
     attention = sum(math.prod(p.shape) for p in _params(attention_params(cfg)))
     feed_forward = sum(math.prod(p.shape) for p in _params(mlp_params(cfg)))
     head = math.prod(decoder_params(cfg).head.shape) + cfg.d_model
     seen = [min(window or length, length) for window in cfg.layer_windows]
-    pairs = sum(w * (2 * length - w) for w in seen)  # 2 T times the sum over layers of visible positions
+    pairs = sum(w * (2 * length - w + 1) for w in seen)  # 2 T times the sum over layers of visible positions
     return 6 * (cfg.n_layers * (attention + feed_forward) + head) + 6 * cfg.n_heads * cfg.head_width * pairs // length
 
 
