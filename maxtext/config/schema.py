@@ -47,7 +47,8 @@ class ModelConfig:
 
     vocab_size: int = field("Rows of the embedding and of the LM head; at least the tokenizer's vocabulary.", minimum=1)
     d_model: int = field("Width of the residual stream.", also=("hidden_size", "embed_dim", "emb_dim"), minimum=1)
-    n_layers: int = field("Number of blocks.", also=("num_hidden_layers", "num_decoder_layers", "num_layers"), minimum=1)
+    n_layers: int = field("Number of blocks.", also=("num_hidden_layers", "num_decoder_layers", "num_layers"),
+                          minimum=1)
     n_heads: int = field("Number of query heads.", also=("num_attention_heads", "num_query_heads"), minimum=1)
     d_ff: int = field("Hidden width of the SwiGLU feed-forward.", also=("intermediate_size", "mlp_dim", "hidden_dim"),
                       minimum=1)
@@ -110,7 +111,8 @@ class DataConfig:
                                    minimum=1)
     eos_id: int | None = field("End-of-document id. null: from `prepared`.", None, minimum=0)
     pad_id: int | None = field("Padding id. null: from `prepared`.", None, minimum=0)
-    dtype: TokenDtype = field("Integer type of the token files; auto is the smallest that holds vocab_size - 1.", "auto")
+    dtype: TokenDtype = field("Integer type of the token files; auto is the smallest that holds vocab_size - 1.",
+                              "auto")
     seed: int = field("Seed of the global shuffle (epoch e uses seed + e, counted from 1).", 0, minimum=0)
     prefetch: int = field("Batches read ahead of the step.", 4, minimum=0)
     workers: int = field("Reader processes; 0 reads in threads of this process. The order does not depend on it.", 0,
@@ -139,7 +141,8 @@ class OptimConfig:
     no_decay: tuple[str, ...] = field("Parameters without weight decay: glob patterns on their dotted names.",
                                       ("embed",))
     max_grad_norm: float | None = field("Gradients are scaled so that their global L2 norm is at most this; null: off.",
-                                        1.0, also=("gradient_clipping_threshold", "clip_grad_norm", "grad_clip"), above=0)
+                                        1.0, also=("gradient_clipping_threshold", "clip_grad_norm", "grad_clip"),
+                                        above=0)
     skip: SkipConfig = field("Rule of skip_step_adamw.", SkipConfig)
     step_increment_bugfix: bool = field("False reproduces the reference's old bias correction, frozen at step 1.", True)
 
@@ -151,10 +154,11 @@ class ScheduleConfig:
     kind: ScheduleKind = field("cosine, half_cosine, linear, wsd (warm-up, stable, decay) or constant.", "cosine")
     warmup_steps: int = field("Updates over which the rate rises linearly from 0.", 0, also=("warmup",), minimum=0)
     total_steps: int | None = field(
-        "Update at which the schedule ends; null means train.steps. Set it so that train.steps may change freely.", None,
-        also=("t_max", "decay_steps_total"), minimum=1)
+        "Update at which the schedule ends; null means train.steps. Set it so that train.steps may change freely.",
+        None, also=("t_max", "decay_steps_total"), minimum=1)
     min_ratio: float = field("Final learning rate over the peak.", 0.1,
-                             also=("alpha_f", "min_lr_ratio", "cosine_learning_rate_final_fraction"), minimum=0, maximum=1)
+                             also=("alpha_f", "min_lr_ratio", "cosine_learning_rate_final_fraction"), minimum=0,
+                             maximum=1)
     decay_steps: int | None = field("wsd only: updates of the final linear decay.", None, minimum=1)
 
 

@@ -1,0 +1,75 @@
+"""A resolved configuration as YAML that loads back to the same Config."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from maxtext.config.schema import Config
+
+_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+# Words that some YAML reader takes for something other than text.
+_NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+_COMMENT_COLUMN = 48
+
+
+def to_yaml(cfg: Config, origins: Mapping[str, str] | None = None) -> str:
+    """Writes the whole tree, defaults included.
+
+    Args:
+      cfg: the configuration.
+      origins: dotted key -> where its value came from (of `load_with_origins`), written as trailing comments.
+
+    Returns:
+      YAML text; `load` of it gives an equal Config.
+    """
+    lines = []
+    for depth, key, text, dotted in _lines(cfg, 0, ""):
+        line = f"{'  ' * depth}{key}:{' ' + text if text else ''}"
+        origin = (origins or {}).get(dotted)
+        if origin:
+            line = f"{line:<{_COMMENT_COLUMN}}  # {''.join(c if c.isprintable() else '?' for c in origin)}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(section: Any, depth: int, path: str) -> Iterator[tuple[int, str, str, str]]:
+    """(depth, key, value or nothing for a section, dotted key) of every line."""
+    for field in dataclasses.fields(section):
+        yield from _line(field.name, getattr(section, field.name), depth, f"{path}{field.name}")
+
+
+def _line(key: str, value: Any, depth: int, dotted: str) -> Iterator[tuple[int, str, str, str]]:
+    if dataclasses.is_dataclass(value):
+        yield depth, _text(key), "", dotted
+        yield from _lines(value, depth + 1, dotted + ".")
+    elif isinstance(value, dict) and value:
+        yield depth, _text(key), "", dotted
+        for name, item in value.items():
+            yield from _line(name, item, depth + 1, f"{dotted}.{name}")
+    else:
+        yield depth, _text(key), _value(value), dotted
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    assert value == {}, value
+    return "{}"
+
+
+def _text(text: str) -> str:
+    if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT:
+        return text
+    escaped = "".join(f"\\{c}" if c in '"\\' else c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+    return f'"{escaped}"'

@@ -1,0 +1,366 @@
+"""Rules that relate several fields, and whether a mesh fits a model and a batch. Pure: no devices, files, environment.
+
+One rule is deliberately absent: `train.steps` may exceed `schedule.total_steps`. The rate then stays at its final
+value, so that a finished run can be continued without changing what it has already done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+from maxtext.config.schema import Config, MeshConfig, SkipConfig, SourceConfig
+
+Problem = tuple[str, str]
+AXES = ("data", "fsdp", "tensor")
+TOKEN_TYPE_SIZES = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
+RESERVED_SETS = ("macro", "micro")  # names of the averages over held-out sets in the metrics
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run.
+
+    Attributes:
+      problems: one line for each fault, all that were found.
+    """
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class _UnknownValueUsed(Exception):
+    """A rule needs a value that could not be read."""
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise _UnknownValueUsed
+
+
+class Unknown:
+    """Stands in a Config for a value that could not be read, so that all rules that do not need it still run."""
+
+    __slots__ = ()
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = _refuse  # type: ignore[assignment]
+    __iter__ = __len__ = __contains__ = __getitem__ = __format__ = __str__ = __repr__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __index__ = __int__ = __float__ = _refuse
+    __getattr__ = _refuse
+
+
+def problems(cfg: Config) -> list[Problem]:
+    """Checks the rules between fields.
+
+    Args:
+      cfg: a configuration whose single values are already typed and in range (as `load` makes them).
+
+    Returns:
+      (dotted key, message) of every rule broken; the message names both keys and both numbers.
+    """
+    found = []
+    for rule in _RULES:
+        try:
+            for problem in rule(cfg):
+                found.append(problem)
+        except _UnknownValueUsed:
+            continue
+    return found
+
+
+def resolve_mesh(mesh: MeshConfig, n_devices: int) -> tuple[int, int, int]:
+    """Sizes of (data, fsdp, tensor) on `n_devices`, with -1 resolved. Raises ConfigError when they do not fit."""
+    shape = _resolve(mesh, n_devices)
+    if isinstance(shape, tuple):
+        return shape
+    raise ConfigError(f"{key}: {message}" for key, message in shape)
+
+
+def mesh_problems(cfg: Config, n_devices: int) -> list[Problem]:
+    """Checks that the mesh fits the devices, and that heads, widths, vocabulary and batch divide over it.
+
+    Args:
+      cfg: a valid configuration.
+      n_devices: devices in the whole job.
+
+    Returns:
+      (dotted key, message) of every misfit, with the arithmetic.
+    """
+    shape = _resolve(cfg.mesh, n_devices)
+    if not isinstance(shape, tuple):
+        return shape
+    data, fsdp, tensor = shape
+    model = cfg.model
+    shared = [("model.n_heads", model.n_heads), ("model.d_ff", model.d_ff), ("model.vocab_size", model.vocab_size)]
+    if model.n_kv_heads is not None:
+        shared.insert(1, ("model.n_kv_heads", model.n_kv_heads))
+    found = [*_misfits(shared, "tensor", cfg.mesh.tensor, tensor, n_devices),
+             *_misfits([("model.d_model", model.d_model)], "fsdp", cfg.mesh.fsdp, fsdp, n_devices)]
+    train, ways = cfg.train, data * fsdp
+    micro, rest = divmod(train.global_batch, train.gradient_accumulation_steps)
+    if not rest and micro % ways:  # an accumulation that does not divide the batch is a rule of `problems`
+        unit = train.gradient_accumulation_steps * ways
+        found.append(("train.global_batch", (
+            f"train.global_batch {train.global_batch} / train.gradient_accumulation_steps "
+            f"{train.gradient_accumulation_steps} = {micro} sequences a micro-batch, which mesh.data {data} x mesh.fsdp"
+            f" {fsdp} = {ways} does not divide {_division(micro, ways)}; set train.global_batch to "
+            f"{_multiples(train.global_batch, unit)}, or other mesh sizes")))
+    return found
+
+
+def _resolve(mesh: MeshConfig, n_devices: int) -> tuple[int, int, int] | list[Problem]:
+    wrong = list(_mesh(mesh))
+    if wrong:
+        return wrong
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    free = next((axis for axis in AXES if sizes[axis] == -1), None)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    names = " x ".join(f"mesh.{axis} {size}" for axis, size in sizes.items() if size != -1)
+    if free is None and fixed != n_devices:
+        return [("mesh", f"{names} = {fixed} devices, but there are {n_devices}; set one axis to -1 to use them all")]
+    if free is not None:
+        if n_devices % fixed:
+            return [(f"mesh.{free}", f"mesh.{free} -1 takes the devices that are left, but {n_devices} devices are not "
+                     f"divisible by {names} = {fixed} {_division(n_devices, fixed)}; change those sizes")]
+        sizes[free] = n_devices // fixed
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+
+
+def _misfits(shared: list[tuple[str, int]], axis: str, asked: int, size: int, n_devices: int) -> Iterator[Problem]:
+    origin = f" (-1 on {n_devices} devices)" if asked == -1 else ""
+    for key, number in shared:
+        if number % size:
+            # Sizes past the device count cannot be used, and the list must stay short.
+            fits = [str(n) for n in range(1, min(number, n_devices) + 1) if number % n == 0][-8:]
+            yield f"mesh.{axis}", (f"{key} {number} is not divisible by mesh.{axis} {size}{origin} "
+                                   f"{_division(number, size)}; set mesh.{axis} to {_either(fits)}, or change {key}")
+
+
+def _division(number: int, by: int) -> str:
+    return f"({number} = {by} x {number // by} + {number % by})"
+
+
+def _either(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _multiples(number: int, unit: int) -> str:
+    low = number // unit * unit
+    return f"{low} or {low + unit}" if low else str(unit)
+
+
+def _mesh(mesh: MeshConfig) -> Iterator[Problem]:
+    free = [axis for axis in AXES if getattr(mesh, axis) == -1]
+    if len(free) > 1:
+        yield f"mesh.{free[1]}", (f"only one axis may be -1, but {' and '.join(f'mesh.{axis}' for axis in free)} are; "
+                                  "set all but one to 1 or more")
+    for axis in AXES:
+        size = getattr(mesh, axis)
+        if size == 0 or size < -1:
+            yield f"mesh.{axis}", f"{size} is not a size; write 1 or more, or -1 for the devices that are left"
+
+
+def _heads(cfg: Config) -> Iterator[Problem]:
+    model = cfg.model
+    if model.head_dim is None and model.d_model % model.n_heads:
+        yield "model.d_model", (f"model.d_model {model.d_model} is not divisible by model.n_heads {model.n_heads} "
+                                f"{_division(model.d_model, model.n_heads)}; set model.d_model to "
+                                f"{_multiples(model.d_model, model.n_heads)}, or give model.head_dim")
+    elif model.head_width % 2:
+        origin = ("" if model.head_dim is not None else
+                  f" (model.d_model {model.d_model} / model.n_heads {model.n_heads})")
+        yield "model.head_dim", (f"model.head_dim {model.head_width}{origin} is odd; rotary position embedding turns "
+                                 "pairs of dimensions, so it must be even")
+
+
+def _kv_heads(cfg: Config) -> Iterator[Problem]:
+    model = cfg.model
+    if model.n_kv_heads is not None and model.n_heads % model.n_kv_heads:
+        yield "model.n_kv_heads", (
+            f"model.n_heads {model.n_heads} is not divisible by model.n_kv_heads {model.n_kv_heads} "
+            f"{_division(model.n_heads, model.n_kv_heads)}; each key/value head serves the same number of query heads")
+
+
+def _window(cfg: Config) -> Iterator[Problem]:
+    model = cfg.model
+    if not model.layer_pattern:
+        yield "model.layer_pattern", "an empty list; write at least one of window, full"
+        return
+    kinds = [model.layer_pattern[i % len(model.layer_pattern)] for i in range(model.n_layers)]
+    if model.last_layer_full:
+        kinds[-1] = "full"
+    if "window" in kinds and model.window is None:
+        yield "model.window", ("model.layer_pattern has window layers, but model.window is null; set model.window to "
+                               "the number of tokens they see")
+    if "window" not in kinds and model.window is not None:
+        cause = (" (model.last_layer_full makes the only one full)" if "window" in model.layer_pattern[:model.n_layers]
+                 else "")
+        yield "model.window", (f"model.window {model.window} is set, but none of the {model.n_layers} layers of "
+                               f"model.layer_pattern is a window layer{cause}; add one or remove model.window")
+
+
+def _batch(cfg: Config) -> Iterator[Problem]:
+    train = cfg.train
+    if train.global_batch % train.gradient_accumulation_steps:
+        yield "train.global_batch", (
+            f"train.global_batch {train.global_batch} is not divisible by train.gradient_accumulation_steps "
+            f"{train.gradient_accumulation_steps} {_division(train.global_batch, train.gradient_accumulation_steps)}; "
+            f"set train.global_batch to {_multiples(train.global_batch, train.gradient_accumulation_steps)}")
+
+
+def _remat(cfg: Config) -> Iterator[Problem]:
+    remat = cfg.train.remat
+    if remat.mode == "names" and not remat.save:
+        yield "train.remat.save", ("train.remat.mode names keeps the values in train.remat.save, but it is empty; list "
+                                   "some, or write train.remat.mode: full")
+    if remat.mode != "names" and remat.save:
+        yield "train.remat.save", (f"train.remat.save is set, but train.remat.mode is {remat.mode}; write "
+                                   "train.remat.mode: names, or remove train.remat.save")
+    twice = sorted({name for name in remat.save if remat.save.count(name) > 1})
+    if twice:
+        yield "train.remat.save", f"{', '.join(twice)} is listed twice; list each name once"
+
+
+def _schedule_kind(cfg: Config) -> Iterator[Problem]:
+    schedule = cfg.schedule
+    if schedule.kind == "wsd" and schedule.decay_steps is None:
+        yield "schedule.decay_steps", ("schedule.kind wsd ends in a decay, but schedule.decay_steps is null; set it, "
+                                       "for instance to a tenth of the run")
+    if schedule.kind != "wsd" and schedule.decay_steps is not None:
+        yield "schedule.decay_steps", (f"schedule.decay_steps {schedule.decay_steps} is read by schedule.kind wsd only,"
+                                       f" but the kind is {schedule.kind}; remove one of them")
+    if schedule.kind == "constant" and schedule.min_ratio != _default(schedule, "min_ratio"):
+        yield "schedule.min_ratio", (f"schedule.min_ratio {schedule.min_ratio} is set, but schedule.kind constant "
+                                     "never falls; remove one of them")
+
+
+def _schedule_length(cfg: Config) -> Iterator[Problem]:
+    schedule, end = cfg.schedule, cfg.schedule_steps
+    name = "train.steps" if schedule.total_steps is None else "schedule.total_steps"
+    if schedule.warmup_steps > end:
+        yield "schedule.warmup_steps", (f"schedule.warmup_steps {schedule.warmup_steps} is longer than the schedule, "
+                                        f"which ends at {name} {end}; the peak rate would never be reached")
+        return
+    if schedule.kind != "wsd" or schedule.decay_steps is None:
+        return
+    ramps = schedule.warmup_steps + schedule.decay_steps
+    if ramps > end:
+        yield "schedule.decay_steps", (
+            f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {schedule.decay_steps} = {ramps} is "
+            f"longer than the schedule, which ends at {name} {end}; "
+            "shorten one of them")
+
+
+def _optimizer(cfg: Config) -> Iterator[Problem]:
+    optim = cfg.optim
+    if optim.kind == "adamw" and optim.skip != SkipConfig():
+        yield "optim.skip", ("optim.skip is set, but optim.kind adamw skips no step; write optim.kind: skip_step_adamw,"
+                             " or remove optim.skip")
+    for i, beta in enumerate(optim.betas):
+        if beta == 1:
+            yield "optim.betas", f"optim.betas[{i}] is 1, which never takes in a new gradient; it must be below 1"
+
+
+def _sources(cfg: Config) -> Iterator[Problem]:
+    data = cfg.data
+    if data.prepared is None and not data.sources:
+        yield "data.sources", ("no training data: give data.prepared (a folder of `maxtext data prepare`) or "
+                               "data.sources with token files")
+    for name, source in data.sources.items():
+        yield from _source(f"data.sources.{name}", source, data.prepared is not None)
+
+
+def _source(key: str, source: SourceConfig, prepared: bool) -> Iterator[Problem]:
+    if source.paths and source.mix is not None:
+        yield f"{key}.mix", f"{key}.paths and {key}.mix are both set; give one of them"
+    if not source.paths and source.mix is None:
+        if not prepared:
+            yield key, f"no token files: give {key}.paths or {key}.mix, or data.prepared that holds this source"
+        elif source.root:
+            yield f"{key}.root", f"{key}.root is set, but the files of this source come from data.prepared; remove it"
+    if source.mix is None and source.tokenizer_placeholder != _default(source, "tokenizer_placeholder"):
+        yield f"{key}.tokenizer_placeholder", f"only a mix file has a placeholder, but {key}.mix is null; remove it"
+
+
+def _vocabulary(cfg: Config) -> Iterator[Problem]:
+    data = cfg.data
+    if data.prepared is None:
+        for name in ("vocab_size", "eos_id", "pad_id"):
+            if getattr(data, name) is None:
+                yield f"data.{name}", f"data.{name} is null; only data.prepared can supply it, so give its number"
+
+
+def _vocabulary_sizes(cfg: Config) -> Iterator[Problem]:
+    data = cfg.data
+    if data.vocab_size is not None and data.vocab_size > cfg.model.vocab_size:
+        yield "model.vocab_size", (f"model.vocab_size {cfg.model.vocab_size} has no row for the last ids of "
+                                   f"data.vocab_size {data.vocab_size}; set model.vocab_size to at least "
+                                   f"{data.vocab_size}")
+
+
+def _special_ids(cfg: Config) -> Iterator[Problem]:
+    data = cfg.data
+    for name in ("eos_id", "pad_id"):
+        value = getattr(data, name)
+        if value is not None and data.vocab_size is not None and value >= data.vocab_size:
+            yield f"data.{name}", (f"data.{name} {value} is not below data.vocab_size {data.vocab_size}; ids are "
+                                   "counted from 0")
+
+
+def _token_type(cfg: Config) -> Iterator[Problem]:
+    data = cfg.data
+    if data.dtype == "auto" or data.vocab_size is None:
+        return
+    size = TOKEN_TYPE_SIZES[data.dtype]
+    if data.vocab_size > size:
+        yield "data.dtype", (f"data.dtype {data.dtype} holds ids 0 to {size - 1}, but data.vocab_size "
+                             f"{data.vocab_size} needs {data.vocab_size - 1}; write data.dtype: auto")
+
+
+def _checkpoints(cfg: Config) -> Iterator[Problem]:
+    every, keep = cfg.checkpoint.every, cfg.checkpoint.keep_every
+    if keep is not None and every is None:
+        yield "checkpoint.keep_every", (f"checkpoint.keep_every {keep} keeps checkpoints that checkpoint.every null "
+                                        "never makes; set checkpoint.every")
+    elif keep is not None and every is not None and keep % every:
+        yield "checkpoint.keep_every", (
+            f"checkpoint.keep_every {keep} is not a multiple of checkpoint.every {every} {_division(keep, every)}, so "
+            f"most of its checkpoints would never be made; set it to {_multiples(keep, every)}")
+
+
+def _held_out(cfg: Config) -> Iterator[Problem]:
+    if cfg.eval.every is not None and not cfg.eval.sets and cfg.data.prepared is None:
+        yield "eval.every", (f"eval.every {cfg.eval.every} is set, but there is nothing to evaluate: give eval.sets, "
+                             "or data.prepared with held-out sets")
+    for name, one in cfg.eval.sets.items():
+        if name in RESERVED_SETS:
+            yield f"eval.sets.{name}", f"{name} is the name of an average over all sets; give the set another name"
+        if not one.paths:
+            yield f"eval.sets.{name}.paths", "an empty list; give the token files of this set"
+
+
+def _names(cfg: Config) -> Iterator[Problem]:
+    name = cfg.run_name
+    if not name.strip() or name in (".", "..") or any(c in "/\\" or not c.isprintable() for c in name):
+        yield "run_name", f"run_name {name!r} is not the name of one folder; it stands under output_dir"
+
+
+def _empty_texts(cfg: Config) -> Iterator[Problem]:
+    texts: list[tuple[str, Callable[[], str | None]]] = [
+        ("output_dir", lambda: cfg.output_dir), ("data.prepared", lambda: cfg.data.prepared)]
+    for key, text in texts:
+        try:
+            if text() == "":
+                yield key, f"{key} is empty; write a folder"
+        except _UnknownValueUsed:
+            continue
+
+
+_RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
+    _heads, _kv_heads, _window, _batch, _remat, _schedule_kind, _schedule_length, _optimizer, _sources, _vocabulary,
+    _vocabulary_sizes, _special_ids, _token_type, lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names,
+    _empty_texts)
+
+
+def _default(section: Any, name: str) -> Any:
+    return type(section).__dataclass_fields__[name].default
