@@ -1,0 +1,150 @@
+"""AdamW with clipping by global norm and a guard that skips outlier steps, as an optax transformation.
+
+The rules are those of OLMo-core's SkipStepAdamW (optim/adamw.py, optim/skip_step_optimizer.py) and of its trainer's
+gradient clipping. A step whose loss or gradient norm lies more than `sigma` deviations above the recent mean changes
+neither weights, moments nor the Adam count; the learning-rate schedule and the windows move on.
+
+Two deliberate differences, both about numbers that the reference lets through:
+- A step whose loss or gradient norm is not finite is always skipped (also while the guard is not active yet), and the
+  value is left out of the statistics. The reference multiplies by a step factor of 0, and 0 * NaN poisons the moments.
+- A deviation needs two earlier values. The reference divides by zero when the guard is active after one (window < 6).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxtext.config.schema import Config, SkipConfig
+
+PyTree = Any
+
+
+class AdamState(NamedTuple):
+    """State of the optimizer; moments have the shape, sharding and names of the weights, all else is replicated."""
+
+    count: jax.Array  # int32: updates made, without skipped ones; the t of Adam's bias correction
+    mu: PyTree  # float32: first moment
+    nu: PyTree  # float32: second moment
+    learning_rate: jax.Array  # float32: rate of the last step
+    n_recorded: jax.Array  # int32: all steps, with skipped ones; the t of the learning-rate schedule
+    skipped: jax.Array  # int32: 1 when the last step was skipped
+    loss_window: jax.Array | None  # float32 (window,): ring buffer, the value of step t at (t - 1) mod window
+    grad_norm_window: jax.Array | None  # the same of the gradient norm before clipping; both None for kind adamw
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """L2 norm over all entries of all leaves, as a float32 scalar."""
+    return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.float32(0)))
+
+
+def decay_mask_from_names(names: PyTree, patterns: Sequence[str]) -> PyTree:
+    """Return a tree of bool like `names` (dotted parameter names): False where a glob pattern matches the whole name.
+
+    Raises ValueError for a pattern that matches no name, since the decay that it should stop would go on unnoticed.
+    """
+    all_names = jax.tree.leaves(names)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in all_names):
+            near = difflib.get_close_matches(pattern, all_names, n=3, cutoff=0.4) or sorted(all_names)[:5]
+            raise ValueError(f"optim.no_decay: {pattern!r} matches no parameter; names are dotted, such as "
+                             f"{', '.join(near)} (globs: * ? [])")
+    return jax.tree.map(lambda name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns), names)
+
+
+def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array],
+                   decay_mask: PyTree) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of `cfg.optim`.
+
+    Its `update(grads, state, params, *, loss, grad_norm)` takes gradients that are not clipped yet, their global norm
+    and the cross-entropy (without z-loss) of the whole global batch. `schedule(t)` gives the rate of step t = 1, 2, ...
+    and `decay_mask` is a tree of Python bool like the weights. Everything is computed in float32.
+
+    When weights and state are donated, return them from the step in the order of its arguments: jax pairs donated
+    buffers with outputs of the same shape in order, and XLA copies every moment several times when they are crossed.
+    """
+    optim = cfg.optim
+    b1, b2 = optim.betas
+    if not (b1 < 1 and b2 < 1):
+        raise ValueError(f"optim.betas is [{b1}, {b2}], but both must be below 1; the usual value is [0.9, 0.95]")
+    window = optim.skip.window if optim.kind == "skip_step_adamw" else None
+
+    def init(params: PyTree) -> AdamState:
+        def moments() -> PyTree:
+            return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+
+        def values(shape: tuple[int, ...] = (), dtype: Any = jnp.float32) -> jax.Array:
+            return jnp.zeros(shape, dtype)  # a new array for each field: donated buffers must not be shared
+
+        return AdamState(
+            count=values(dtype=jnp.int32), mu=moments(), nu=moments(), learning_rate=values(),
+            n_recorded=values(dtype=jnp.int32), skipped=values(dtype=jnp.int32),
+            loss_window=None if window is None else values((window,)),
+            grad_norm_window=None if window is None else values((window,)))
+
+    def update(grads: PyTree, state: AdamState, params: PyTree | None = None, *, loss: jax.Array,
+               grad_norm: jax.Array, **_: Any) -> tuple[PyTree, AdamState]:
+        assert params is not None, "AdamW needs the weights"
+        rate = schedule(state.n_recorded + 1)
+        if window is None:
+            take, loss_window, grad_norm_window = None, None, None
+        else:
+            take = (_is_ordinary(loss, state.loss_window, state.n_recorded, optim.skip)
+                    & _is_ordinary(grad_norm, state.grad_norm_window, state.n_recorded, optim.skip))
+            loss_window = _record(state.loss_window, state.n_recorded, loss)
+            grad_norm_window = _record(state.grad_norm_window, state.n_recorded, grad_norm)
+        clip = 1.0 if optim.max_grad_norm is None else jnp.minimum(1.0, optim.max_grad_norm / (grad_norm + 1e-6))
+        t = (state.count + 1 if optim.step_increment_bugfix else jnp.ones_like(state.count)).astype(jnp.float32)
+        correction1, correction2 = _bias_correction(b1, t), jnp.sqrt(_bias_correction(b2, t))
+
+        def leaf(decays: bool, g: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
+            g = g.astype(jnp.float32) * clip
+            new_m = m + (1 - b1) * (g - m)
+            new_v = b2 * v + (1 - b2) * (g * g)
+            if take is not None:  # a select, not a factor: NaN * 0 is NaN
+                new_m, new_v = jnp.where(take, new_m, m), jnp.where(take, new_v, v)
+            change = (-rate / correction1) * new_m / (jnp.sqrt(new_v) / correction2 + optim.eps)
+            if decays and optim.weight_decay:
+                change -= (rate * optim.weight_decay) * p  # before the Adam update, so of the old weight
+            # -0.0 is the number that changes no bit of what it is added to, not even of a -0.0.
+            return change if take is None else jnp.where(take, change, -0.0), new_m, new_v
+
+        p_leaves, treedef = jax.tree.flatten(params)
+        columns = [jax.tree.leaves(decay_mask), *(treedef.flatten_up_to(x) for x in (grads, state.mu, state.nu))]
+        assert len(columns[0]) == len(p_leaves), "decay_mask must be a tree of bool like the weights"
+        results = [leaf(*row) for row in zip(*columns, p_leaves, strict=True)]
+        changes, mu, nu = (treedef.unflatten(column) for column in zip(*results, strict=True))
+        taken = jnp.int32(1) if take is None else take.astype(jnp.int32)
+        return changes, AdamState(
+            count=state.count + (taken if optim.step_increment_bugfix else 0), mu=mu, nu=nu, learning_rate=rate,
+            n_recorded=state.n_recorded + 1, skipped=1 - taken, loss_window=loss_window,
+            grad_norm_window=grad_norm_window)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _bias_correction(beta: float, t: jax.Array) -> jax.Array:
+    """1 - beta^t, without the cancellation of the literal form for small t and beta near 1."""
+    return jnp.float32(1) if beta == 0 else -jnp.expm1(t * math.log(beta))
+
+
+def _is_ordinary(value: jax.Array, window: jax.Array, n_recorded: jax.Array, skip: SkipConfig) -> jax.Array:
+    """Whether `value` is no upward outlier against the earlier values in `window` (bool scalar)."""
+    valid = (jnp.arange(skip.window) < n_recorded) & jnp.isfinite(window)
+    n = jnp.sum(valid).astype(jnp.float32)
+    mean = jnp.sum(jnp.where(valid, window, 0)) / jnp.maximum(n, 1)
+    variance = jnp.sum(jnp.where(valid, window - mean, 0) ** 2) / jnp.maximum(n - 1, 1)  # unbiased, as torch.std
+    active = (n_recorded + 1 >= max(2, skip.window // 2)) & (n >= 2)
+    return jnp.isfinite(value) & (~active | (value - mean <= skip.sigma * jnp.sqrt(variance)))
+
+
+def _record(window: jax.Array, n_recorded: jax.Array, value: jax.Array) -> jax.Array:
+    """Write `value` over the oldest entry; a skipped step's value stays too, as in the reference."""
+    return jnp.where(jnp.arange(window.size) == n_recorded % window.size, value.astype(jnp.float32), window)
