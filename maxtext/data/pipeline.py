@@ -1,0 +1,241 @@
+"""The iterator of global batches: Grain reads ahead, and the position is a step number and nothing else.
+
+Shapes: B instances of the global batch, T tokens of one instance, R rows of B that this process needs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext.config.schema import Config
+from maxtext.data import DataError
+from maxtext.data.batch import Batch, make_batch
+from maxtext.data.order import GlobalOrder
+from maxtext.data.tokens import InstanceReader, ResolvedData
+
+STATE_VERSION = 1
+# More steps than any run has; Grain slices its index lazily.
+ENDLESS = 1 << 40
+READ_THREADS = 4
+
+
+class StepSource:
+    """What Grain indexes: element i holds the rows of update i+1 that this process needs, shape (R, T), raw ids."""
+
+    def __init__(self, order: GlobalOrder, reader: InstanceReader, rows: np.ndarray):
+        self._order, self._reader, self._rows = order, reader, rows
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._reader.read(self._order.instance_ids(int(index) + 1)[self._rows])
+
+
+class Batches(Iterator[Batch]):
+    """Global batches of the updates 1, 2, ... without end; epochs roll over.
+
+    Batch k is a pure function of the data, data.seed and k. Made by `make_batches`.
+
+    Attributes:
+      last_wait_seconds: how long the last `__next__` waited for the reader.
+    """
+
+    def __init__(self, cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None):
+        self._cfg, self._resolved, self._sharding = cfg, resolved, sharding
+        self._shape = (cfg.train.global_batch, cfg.data.sequence_length)
+        self._order = GlobalOrder(resolved.n_instances, cfg.train.global_batch, cfg.data.seed, resolved.fingerprint,
+                                  f"{cfg.output_dir}/data_order")
+        self._reader = InstanceReader(resolved)
+        self._rows = local_rows(sharding, self._shape)
+        self._source = StepSource(self._order, self._reader, self._rows)
+        self._step = 0
+        self._iterator: Any = None
+        self.last_wait_seconds = 0.0
+
+    def __next__(self) -> Batch:
+        begin = time.perf_counter()
+        if self._iterator is None:
+            self._iterator = self._open(self._step)
+        tokens = next(self._iterator)
+        self.last_wait_seconds = time.perf_counter() - begin
+        # Here and not in a worker, so that nothing unchecked can reach a device and the error has one form.
+        self._reader.check(tokens, self.instance_ids(self._step + 1)[self._rows])
+        self._step += 1
+        batch = make_batch(tokens)
+        return batch if self._sharding is None else jax.tree.map(self._to_global, batch)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch, for JSON: the number of updates, and what they were counted in."""
+        return {"version": STATE_VERSION, "step": self._step, **self._identity()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues after the position of `state`, on any number of hosts, devices and workers.
+
+        Raises:
+          DataError: the state counts other data, another seed or another batch shape: step k would mean other text.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise DataError(f"data position: version {state.get('version')}; this program reads {STATE_VERSION}")
+        keys = {"seed": "data.seed", "global_batch": "train.global_batch", "sequence_length": "data.sequence_length",
+                "n_instances": "the number of instances in the data", "fingerprint": "the data (fingerprint)"}
+        wrong = [f"{keys[key]} is {value} but was {state.get(key)}" for key, value in self._identity().items()
+                 if state.get(key) != value]
+        if wrong:
+            raise DataError(f"cannot continue at step {state.get('step')}: {'; '.join(wrong)}. Restore the old values, "
+                            "or start a new run with another run_name")
+        self._close_iterator()
+        self._step = int(state["step"])
+
+    def instance_ids(self, step: int) -> np.ndarray:
+        """Global instance ids of update `step` (from 1), uint32, shape (B,); needs no reading."""
+        return self._order.instance_ids(step)
+
+    def epoch(self, step: int) -> int:
+        """Epoch, from 1, of update `step`, from 1."""
+        return self._order.epoch(step)
+
+    def describe(self) -> dict[str, Any]:
+        """What a person should know of the data before the run, for the start table; JSON-able."""
+        sources: dict[str, dict[str, Any]] = {}
+        T = self._shape[1]
+        for part in self._resolved.parts:
+            row = sources.setdefault(part.source, {"files": set(), "instances": 0, "tokens": 0})
+            row["files"].add(part.path)
+            row["instances"] += part.n_instances
+            row["tokens"] += part.n_instances * T
+        total = self._resolved.n_instances
+        short = sorted({part.path for part in self._resolved.parts if part.n_tokens < T})
+        return {
+            "sources": {name: {"files": len(row["files"]), "tokens": row["tokens"], "instances": row["instances"],
+                               "share": row["instances"] / total} for name, row in sources.items()},
+            "tokens_per_epoch": total * T, "instances_per_epoch": total,
+            "batches_per_epoch": self._order.batches_per_epoch,
+            "instances_dropped_per_epoch": total - self._order.batches_per_epoch * self._shape[0],
+            "epochs": self._cfg.train.steps / self._order.batches_per_epoch,
+            "files_shorter_than_one_instance": short, "fingerprint": self._resolved.fingerprint,
+        }
+
+    def close(self) -> None:
+        """Ends the reader's threads and processes."""
+        self._close_iterator()
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._cfg.data.seed, "global_batch": self._shape[0], "sequence_length": self._shape[1],
+                "n_instances": self._resolved.n_instances, "fingerprint": self._resolved.fingerprint}
+
+    def _open(self, step: int) -> Any:
+        """Grain's iterator from element `step` on."""
+        import grain  # here, because it takes 0.3 s and verbs that read no data do not need it
+
+        prefetch, workers = self._cfg.data.prefetch, self._cfg.data.workers
+        dataset = grain.MapDataset.source(self._source)[step:]
+        threads = min(READ_THREADS, prefetch) if workers == 0 else 1
+        buffer = prefetch if workers == 0 else 1
+        dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer))
+        if workers:
+            from absl import flags
+
+            if not flags.FLAGS.is_parsed():
+                # Grain reads its flags when it starts worker processes, and we have no absl command line.
+                flags.FLAGS.mark_as_parsed()
+            dataset = dataset.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(
+                num_workers=workers, per_worker_buffer_size=max(1, math.ceil(prefetch / workers))))
+        return iter(dataset)
+
+    def _close_iterator(self) -> None:
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    def _to_global(self, local_RT: np.ndarray) -> jax.Array:
+        """The global (B, T) array of which this process holds the rows self._rows."""
+        assert self._sharding is not None
+        if len(self._rows) == self._shape[0]:
+            return jax.device_put(local_RT, self._sharding)
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = np.arange(self._shape[0])[index[0]]
+            return local_RT[(np.searchsorted(self._rows, wanted), *index[1:])]
+
+        return jax.make_array_from_callback(self._shape, self._sharding, shard)
+
+
+def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None = None) -> Batches:
+    """The batches of a run.
+
+    Args:
+      cfg: the run.
+      resolved: its data, from `tokens.resolve`.
+      sharding: of the (B, T) arrays; each process reads only the rows of its devices. None gives numpy arrays of all
+        rows.
+
+    Raises:
+      DataError: the batch does not divide over the sharding.
+    """
+    return Batches(cfg, resolved, sharding)
+
+
+def local_rows(sharding: jax.sharding.NamedSharding | None, shape: tuple[int, int]) -> np.ndarray:
+    """Rows of the global batch, ascending, that the devices of this process hold.
+
+    Raises:
+      DataError: B does not divide over the sharding.
+    """
+    if sharding is None:
+        return np.arange(shape[0])
+    try:
+        indices = sharding.addressable_devices_indices_map(shape)
+    except ValueError as error:
+        raise DataError(f"train.global_batch {shape[0]} does not divide over the mesh {dict(sharding.mesh.shape)} as "
+                        f"{sharding.spec}: {error}") from error
+    return rows_of((index for index in indices.values() if index is not None), shape[0])
+
+
+def rows_of(indices: Iterable[tuple[slice, ...]], n_rows: int) -> np.ndarray:
+    """The union, ascending, of the rows that device indices name."""
+    wanted = np.zeros(n_rows, bool)
+    for index in indices:
+        wanted[index[0]] = True
+    return np.flatnonzero(wanted)
+
+
+def fingerprint(batch: Batch) -> jax.Array:
+    """An order-sensitive sum of the batch's tokens modulo 2^32: equal batches, and only they, have equal ones.
+
+    The weight of a place depends on the place in the global batch, so that the sum is the same on every mesh.
+
+    Returns:
+      uint32 scalar, for use inside or outside jit.
+    """
+    B, T = batch.tokens_BT.shape
+    rows_B1 = jax.lax.iota(jnp.uint32, B)[:, None]
+    columns_1T = jax.lax.iota(jnp.uint32, T)[None, :]
+    weights_BT = _odd_weights(rows_B1 * np.uint32(T) + columns_1T)
+    return jnp.sum(batch.tokens_BT.astype(jnp.uint32) * weights_BT, dtype=jnp.uint32)
+
+
+def fingerprint_numpy(tokens_BT: np.ndarray) -> np.uint32:
+    """`fingerprint` of tokens in host memory, shape (B, T)."""
+    places = np.arange(tokens_BT.size, dtype=np.uint32).reshape(tokens_BT.shape)
+    return (tokens_BT.astype(np.uint32) * _odd_weights(places)).sum(dtype=np.uint32)
+
+
+def _odd_weights(places: Any) -> Any:
+    """A pseudo-random odd number for each place: the 32-bit finalizer of MurmurHash3, lowest bit set.
+
+    Weights that grow evenly would not see two rows of equal sums change places.
+    """
+    x = places ^ (places >> np.uint32(16))
+    x = x * np.uint32(0x85EBCA6B)
+    x = x ^ (x >> np.uint32(13))
+    x = x * np.uint32(0xC2B2AE35)
+    x = x ^ (x >> np.uint32(16))
+    return x | np.uint32(1)
