@@ -30,4 +30,4 @@ def make_batch(tokens_BT: np.ndarray) -> Batch:
     targets_BT[:, :-1] = tokens_BT[:, 1:]
     weights_BT = np.ones(tokens_BT.shape, np.float32)
     weights_BT[:, -1] = 0
-    return Batch(tokens_BT, targets_BT, weights_BT)
+    return Batch(tokens_BT=tokens_BT, targets_BT=targets_BT, weights_BT=weights_BT)

@@ -133,7 +133,8 @@ def read_utf8(path: Path) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8") from error
+        message = f"{path}:{line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8"
+        raise DataError(message) from error
 
 
 def _read_folder(domain: str, root: Path) -> Iterator[Document]:

@@ -18,25 +18,11 @@ from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.data.batch import Batch, make_batch
 from maxtext.data.order import GlobalOrder
-from maxtext.data.tokens import InstanceReader, ResolvedData
+from maxtext.data.reader import InstanceReader, StepSource
+from maxtext.data.tokens import ResolvedData
 
 STATE_VERSION = 1
-# More steps than any run has; Grain slices its index lazily.
-ENDLESS = 1 << 40
 READ_THREADS = 4
-
-
-class StepSource:
-    """What Grain indexes: element i holds the rows of update i+1 that this process needs, shape (R, T), raw ids."""
-
-    def __init__(self, order: GlobalOrder, reader: InstanceReader, rows: np.ndarray):
-        self._order, self._reader, self._rows = order, reader, rows
-
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return self._reader.read(self._order.instance_ids(int(index) + 1)[self._rows])
 
 
 class Batches(Iterator[Batch]):
@@ -158,7 +144,7 @@ class Batches(Iterator[Batch]):
     def _to_global(self, local_RT: np.ndarray) -> jax.Array:
         """The global (B, T) array of which this process holds the rows self._rows."""
         assert self._sharding is not None
-        if len(self._rows) == self._shape[0]:
+        if self._sharding.is_fully_addressable:
             return jax.device_put(local_RT, self._sharding)
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:

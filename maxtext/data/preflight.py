@@ -61,8 +61,8 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: str, start: int) -> Non
     """
     if tokens.size and int(tokens.max()) >= vocab_size:
         at = int(np.argmax(tokens >= vocab_size))
-        raise DataError(f"{path}: id {int(tokens.flat[at])} at byte offset {(start + at) * tokens.dtype.itemsize} is not "
-                        f"below vocab_size {vocab_size}{_other_type(tokens, vocab_size)}")
+        place = f"{path}: id {int(tokens.flat[at])} at byte offset {(start + at) * tokens.dtype.itemsize}"
+        raise DataError(f"{place} is not below vocab_size {vocab_size}{_other_type(tokens, vocab_size)}")
 
 
 def check_files(paths: Iterable[str], dtype: np.dtype, vocab_size: int,

@@ -189,8 +189,8 @@ def load_tokenizer(path: str | Path, eos: str | None = None, pad: str | None = N
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     """Trains a lossless SentencePiece BPE model; the same texts in the same order give the same bytes.
 
-    Ids: 0 unknown (never produced, all bytes are in the vocabulary), 1 end of document, 2 padding, 3-258 the bytes, then
-    merges. Newlines are ordinary characters, so pieces such as "):\\n" exist.
+    Ids: 0 unknown (never produced, as all bytes are in the vocabulary), 1 end of document, 2 padding, 3-258 the bytes,
+    then merges. Newlines are ordinary characters, so pieces such as "):\\n" exist.
 
     Raises:
       DataError: the vocabulary is too small for the bytes or too large for the text.

@@ -22,7 +22,7 @@ import numpy as np
 from maxtext.config.schema import Config, SourceConfig
 from maxtext.data import DataError
 from maxtext.data.manifest import DTYPES, Prepared, load_prepared, smallest_dtype
-from maxtext.data.preflight import FileReport, check_files, check_ids, raise_problems, read_tokens
+from maxtext.data.preflight import FileReport, check_files, raise_problems, read_tokens
 
 DOCUMENT_BLOCK_TOKENS = 1 << 20
 
@@ -123,50 +123,6 @@ def read_documents(paths: Sequence[str], dtype: np.dtype, eos_id: int) -> Iterat
             raise DataError(f"{path}: no end of document (id {eos_id}) in its {n_tokens} tokens: is eos_id right?")
 
 
-class InstanceReader:
-    """Reads instances by global id; small enough to be sent to worker processes.
-
-    Args:
-      data: the resolved data.
-    """
-
-    def __init__(self, data: ResolvedData):
-        self._paths = [part.path for part in data.parts]
-        self._ends = np.cumsum([part.n_instances for part in data.parts])
-        self._dtype = data.dtype
-        self._T = data.sequence_length
-        self._vocab_size = data.vocab_size
-
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        """Tokens of the instances `ids`, shape (len(ids), T), in the type of the files.
-
-        Raises:
-          DataError: a file became shorter or unreadable.
-        """
-        tokens = np.empty((len(ids), self._T), self._dtype)
-        for row, instance in enumerate(ids):
-            path, start = self.locate(int(instance))
-            tokens[row] = read_tokens(path, self._dtype, start, self._T)
-        return tokens
-
-    def check(self, tokens: np.ndarray, ids: np.ndarray) -> None:
-        """Refuses tokens of the instances `ids` that the vocabulary does not have.
-
-        Raises:
-          DataError: with file and byte offset.
-        """
-        if tokens.size and int(tokens.max()) >= self._vocab_size:
-            for row, instance in zip(tokens, ids, strict=True):
-                path, start = self.locate(int(instance))
-                check_ids(row, self._vocab_size, path, start)
-
-    def locate(self, instance: int) -> tuple[str, int]:
-        """The file of an instance, and the token in it at which the instance begins."""
-        part = int(np.searchsorted(self._ends, instance, side="right"))
-        before = int(self._ends[part - 1]) if part else 0
-        return self._paths[part], (instance - before) * self._T
-
-
 def _identity(cfg: Config, prepared: Prepared | None) -> tuple[int, int, int]:
     """vocab_size, eos_id and pad_id from the config, the prepared folder, or both when they agree."""
     values: dict[str, int] = {}
@@ -174,12 +130,13 @@ def _identity(cfg: Config, prepared: Prepared | None) -> tuple[int, int, int]:
     for key in ("vocab_size", "eos_id", "pad_id"):
         given = getattr(cfg.data, key)
         known = None if prepared is None else getattr(prepared, key)
-        if given is None and known is None:
-            problems.append(f"data.{key}: is not set; give it, or data.prepared with a folder of `maxtext data prepare`")
-        elif given is not None and known is not None and given != known:
+        value = known if given is None else given
+        if value is None:
+            problems.append(f"data.{key}: is not set; give it, or a folder of `maxtext data prepare` as data.prepared")
+        elif known is not None and value != known:
             problems.append(f"data.{key}: {given} contradicts {cfg.data.prepared}, which was prepared with {known}")
         else:
-            values[key] = given if given is not None else known
+            values[key] = value
     raise_problems(problems)
     for key in ("eos_id", "pad_id"):
         if values[key] >= values["vocab_size"]:
@@ -197,7 +154,7 @@ def _dtype(cfg: Config, prepared: Prepared | None, vocab_size: int) -> np.dtype:
     if prepared is not None and dtype != prepared.dtype:
         raise DataError(f"data.dtype: {dtype.name} contradicts {cfg.data.prepared}, which holds {prepared.dtype.name}")
     if vocab_size - 1 > np.iinfo(dtype).max:
-        raise DataError(f"data.dtype: {dtype.name} holds ids up to {np.iinfo(dtype).max}, but vocab_size is {vocab_size}")
+        raise DataError(f"data.dtype: {dtype.name} ends at {np.iinfo(dtype).max}, but data.vocab_size is {vocab_size}")
     return dtype
 
 
@@ -309,7 +266,7 @@ def _repeat(source: str, paths: Sequence[str], reports: dict[str, FileReport], s
 
 
 def _fingerprint(parts: Sequence[Part], reports: dict[str, FileReport], sequence_length: int, dtype: np.dtype) -> str:
-    """Identity of the epoch. Folders are left out, so that data may move; sampled content tells files of one name apart."""
+    """Identity of the epoch: folders are left out, so that data may move; content is sampled, not read."""
     digests = {path: hashlib.sha256(report.sample).hexdigest() for path, report in reports.items()}
     identity = [[sequence_length, dtype.name],
                 *([os.path.basename(part.path), part.n_tokens, part.n_instances, digests[part.path]] for part in parts)]
