@@ -1,0 +1,110 @@
+"""The committed configurations: each loads, is short, says what it is, and has the published sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxtext.config.load import CONFIGS, list_configs, load, load_with_origins, to_yaml
+from maxtext.config.schema import ModelConfig
+from maxtext.config.validate import mesh_problems
+
+RUNS = sorted(file.stem for file in CONFIGS.glob("*.yml"))
+PARTS = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.glob("*/*.yml"))
+# Published parameter counts (OLMo-core, all parameters with vocabulary 100352) and FLOPs per token at sequence 8192.
+SIZES = {"190m": 267_424_512, "370m": 474_022_912, "600m": 676_414_720, "760m": 912_360_960, "1b": 1_484_916_736,
+         "3b": 3_503_508_736, "7b": 7_298_617_344, "13b": 13_716_198_400, "32b": 32_234_279_936}
+DEVICES = {"v5p_128": 64, "v6e_256": 256, "tpu7x_128": 128, "h100_512": 512}
+
+
+def parameters(model: ModelConfig) -> int:
+    queries, keys = model.n_heads * model.head_width, model.kv_heads * model.head_width
+    block = 2 * model.d_model * (queries + keys) + queries + keys + 3 * model.d_model * model.d_ff + 2 * model.d_model
+    return model.n_layers * block + 2 * model.vocab_size * model.d_model + model.d_model
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_loads_by_name_and_writes_back_equal(name, tmp_path):
+    cfg, origins = load_with_origins(name)
+    assert cfg.run_name == name
+    (tmp_path / "back.yml").write_text(to_yaml(cfg, origins))
+    assert load(tmp_path / "back.yml") == cfg
+
+
+def complete(tmp_path, part: str):
+    """A run made of the quickstart and one part over it."""
+    extra = "" if not part.startswith("models/") else "data: {prepared: somewhere}\n"
+    (tmp_path / "run.yml").write_text(f"base: [quickstart, {part}]\n{extra}")
+    return load_with_origins(tmp_path / "run.yml")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_loads_as_the_base_of_a_run(part, tmp_path):
+    # The OLMo mix needs a model with rows for its ids, and the quickstart's sources have no files beside it.
+    if part.startswith("data/"):
+        (tmp_path / "run.yml").write_text(
+            f"base: [quickstart, models/olmo3_190m, {part}]\n"
+            "data: {prepared: null, sources: {code: null, prose: null}}\n")
+        cfg, origins = load_with_origins(tmp_path / "run.yml")
+    else:
+        cfg, origins = complete(tmp_path, part)
+    assert any(origin.endswith(f"{part}.yml:{line}") for line in range(1, 40) for origin in origins.values())
+    assert cfg.run_name == "run"
+
+
+@pytest.mark.parametrize("name", RUNS + PARTS)
+def test_a_file_is_short_commented_and_describes_itself(name):
+    text = (CONFIGS / f"{name}.yml").read_text()
+    assert len(text.splitlines()) <= (40 if name in RUNS else 60)
+    assert text.startswith("# ")
+    assert max(map(len, text.splitlines())) <= 120
+    folder, _, stem = name.rpartition("/")
+    assert dict(list_configs(CONFIGS / folder))[stem]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_olmo3_model_has_its_published_parameter_count(size, tmp_path):
+    cfg, _ = complete(tmp_path, f"models/olmo3_{size}")
+    assert parameters(cfg.model) == SIZES[size]
+    assert cfg.model.window == 4096
+    full = [i for i, window in enumerate(cfg.model.layer_windows) if window is None]
+    assert full == list(range(3, cfg.model.n_layers, 4))
+
+
+def test_every_size_has_a_file_and_every_file_a_size():
+    assert {f"models/olmo3_{size}" for size in SIZES} == {part for part in PARTS if part.startswith("models/")}
+
+
+def test_olmo3_7b_is_stage_1_of_the_public_run():
+    cfg = load("olmo3_7b")
+    assert parameters(cfg.model) == 7_298_617_344
+    assert (cfg.train.steps, cfg.schedule.total_steps, cfg.schedule.warmup_steps) == (597_046, 1_192_093, 2000)
+    assert cfg.schedule.total_steps == -(-5 * 10**12 // cfg.batch_tokens)
+    assert cfg.batch_tokens == 4_194_304
+    assert (cfg.optim.lr, cfg.optim.betas, cfg.optim.eps, cfg.optim.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)
+    assert (cfg.optim.kind, cfg.optim.skip.window, cfg.optim.skip.sigma) == ("skip_step_adamw", 128, 6.0)
+    assert (cfg.seed, cfg.data.seed) == (12536, 34521)
+    assert (cfg.data.vocab_size, cfg.data.eos_id, cfg.data.pad_id) == (100278, 100257, 100277)
+    assert (cfg.train.compute_dtype, cfg.train.z_loss) == ("bfloat16", 1e-5)
+    assert (cfg.eval.every, cfg.checkpoint.every, cfg.checkpoint.keep_last) == (10_000, 1000, None)
+    assert [source.mix for source in cfg.data.sources.values()] == ["OLMo-mix-0625-official.txt"]
+    assert len(cfg.eval.sets) == 11
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("hardware/")])
+@pytest.mark.parametrize("size", ["1b", "7b", "32b"])
+def test_olmo3_fits_the_hardware_parts(part, size, tmp_path):
+    (tmp_path / "run.yml").write_text(f"base: [olmo3_7b, models/olmo3_{size}, {part}]\n")
+    n_devices = DEVICES[part.removeprefix("hardware/")]
+    assert mesh_problems(load(tmp_path / "run.yml"), n_devices) == []
+    assert mesh_problems(load(tmp_path / "run.yml"), n_devices // 2)
+
+
+def test_the_quickstart_is_a_small_olmo3_with_the_same_keys():
+    quick, olmo = load_with_origins("quickstart"), load_with_origins("olmo3_7b")
+    assert (quick[0].model.layer_windows, quick[0].model.vocab_size) == ((64, 64, 64, None), 2048)
+    assert list(quick[0].data.sources) == ["code", "prose"]
+
+    def keys(origins):  # apart from what hangs on the names of sources and held-out sets
+        return {key for key in origins if not key.startswith(("data.sources", "eval.sets"))}
+
+    assert keys(quick[1]) == keys(olmo[1])

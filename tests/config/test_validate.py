@@ -1,0 +1,249 @@
+"""Rules between fields: each names both keys and both numbers; a configuration just inside each rule passes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+
+from maxtext.config.schema import (
+    Config,
+    DataConfig,
+    EvalSetConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    SkipConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from maxtext.config.validate import ConfigError, mesh_problems, problems, resolve_mesh
+
+GOOD = Config(
+    model=ModelConfig(vocab_size=128, d_model=64, n_layers=4, n_heads=4, d_ff=96),
+    data=DataConfig(sequence_length=8, sources={"a": SourceConfig(paths=("a.npy",))}, vocab_size=100, eos_id=1,
+                    pad_id=2),
+    optim=OptimConfig(lr=0.1), train=TrainConfig(steps=100, global_batch=8), run_name="x")
+
+
+def changed(**values) -> Config:
+    """GOOD with `section__field=value` or `field=value`."""
+    cfg = GOOD
+    for key, value in values.items():
+        cfg = replaced(cfg, key.split("__"), value)
+    return cfg
+
+
+def replaced(section, path, value):
+    inner = value if len(path) == 1 else replaced(getattr(section, path[0]), path[1:], value)
+    return dataclasses.replace(section, **{path[0]: inner})
+
+
+def test_the_base_of_these_tests_is_valid():
+    assert problems(GOOD) == []
+
+
+WINDOWS = {"model__layer_pattern": ("window", "full"), "model__window": 4}
+WSD = {"schedule__kind": "wsd", "schedule__decay_steps": 10}
+PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": None, "data__pad_id": None}
+
+
+@pytest.mark.parametrize(("change", "key", "message"), [
+    ({"model__d_model": 65}, "model.d_model",
+     "model.d_model 65 is not divisible by model.n_heads 4 (65 = 4 x 16 + 1); set model.d_model to 64 or 68, or give "
+     "model.head_dim"),
+    ({"model__d_model": 3}, "model.d_model", "(3 = 4 x 0 + 3); set model.d_model to 4, or"),
+    ({"model__n_heads": 6, "model__n_kv_heads": 4, "model__head_dim": 8}, "model.n_kv_heads",
+     "model.n_heads 6 is not divisible by model.n_kv_heads 4 (6 = 4 x 1 + 2)"),
+    ({"model__n_kv_heads": 8}, "model.n_kv_heads",
+     "model.n_heads 4 is not divisible by model.n_kv_heads 8 (4 = 8 x 0 + 4)"),
+    ({"model__head_dim": 5}, "model.head_dim", "model.head_dim 5 is odd"),
+    ({"model__d_model": 60}, "model.head_dim", "model.head_dim 15 (model.d_model 60 / model.n_heads 4) is odd"),
+    ({"model__layer_pattern": ()}, "model.layer_pattern", "an empty list"),
+    ({"model__layer_pattern": ("window", "full")}, "model.window", "has window layers, but model.window is null"),
+    ({"model__window": 4}, "model.window",
+     "model.window 4 is set, but none of the 4 layers of model.layer_pattern is a window layer; add one or remove"),
+    ({**WINDOWS, "model__layer_pattern": ("full", "full", "full", "window")}, "model.window",
+     "none of the 4 layers of model.layer_pattern is a window layer (model.last_layer_full makes the only one full)"),
+    ({**WINDOWS, "model__n_layers": 1}, "model.window", "(model.last_layer_full makes the only one full)"),
+    ({"train__gradient_accumulation_steps": 3}, "train.global_batch",
+     "train.global_batch 8 is not divisible by train.gradient_accumulation_steps 3 (8 = 3 x 2 + 2); set "
+     "train.global_batch to 6 or 9"),
+    ({"train__remat__mode": "names"}, "train.remat.save", "train.remat.save, but it is empty"),
+    ({"train__remat__save": ("qkv",)}, "train.remat.save", "train.remat.save is set, but train.remat.mode is full"),
+    ({"train__remat__mode": "none", "train__remat__save": ("qkv",)}, "train.remat.save", "train.remat.mode is none"),
+    ({"train__remat__mode": "names", "train__remat__save": ("qkv", "qkv")}, "train.remat.save", "qkv is listed twice"),
+    ({"schedule__kind": "wsd"}, "schedule.decay_steps",
+     "schedule.kind wsd ends in a decay, but schedule.decay_steps is null"),
+    ({"schedule__decay_steps": 5}, "schedule.decay_steps",
+     "schedule.decay_steps 5 is read by schedule.kind wsd only, but the kind is cosine"),
+    ({**WSD, "schedule__warmup_steps": 91}, "schedule.decay_steps",
+     "schedule.warmup_steps 91 + schedule.decay_steps 10 = 101 is longer than the schedule, which ends at train.steps "
+     "100; shorten"),
+    ({"schedule__warmup_steps": 101}, "schedule.warmup_steps",
+     "schedule.warmup_steps 101 is longer than the schedule, which ends at train.steps 100"),
+    ({"schedule__warmup_steps": 51, "schedule__total_steps": 50}, "schedule.warmup_steps",
+     "which ends at schedule.total_steps 50"),
+    ({"schedule__kind": "constant", "schedule__min_ratio": 0.5}, "schedule.min_ratio",
+     "schedule.min_ratio 0.5 is set, but schedule.kind constant never falls"),
+    ({"optim__kind": "adamw", "optim__skip": SkipConfig(sigma=3.0)}, "optim.skip", "optim.kind adamw skips no step"),
+    ({"optim__betas": (0.9, 1.0)}, "optim.betas", "optim.betas[1] is 1"),
+    ({"data__sources": {}}, "data.sources", "no training data: give data.prepared"),
+    ({"data__sources": {"b": SourceConfig()}}, "data.sources.b",
+     "no token files: give data.sources.b.paths or data.sources.b.mix, or data.prepared"),
+    ({"data__sources": {"b": SourceConfig(paths=("p",), mix="m")}}, "data.sources.b.mix",
+     "data.sources.b.paths and data.sources.b.mix are both set"),
+    ({**PREPARED, "data__sources": {"b": SourceConfig(root="r")}}, "data.sources.b.root",
+     "data.sources.b.root is set, but the files of this source come from data.prepared"),
+    ({"data__sources": {"b": SourceConfig(paths=("p",), tokenizer_placeholder="t")}},
+     "data.sources.b.tokenizer_placeholder", "only a mix file has a placeholder, but data.sources.b.mix is null"),
+    ({"data__vocab_size": None}, "data.vocab_size", "data.vocab_size is null; only data.prepared can supply it"),
+    ({"data__eos_id": None}, "data.eos_id", "data.eos_id is null"),
+    ({"data__pad_id": None}, "data.pad_id", "data.pad_id is null"),
+    ({"data__vocab_size": 129}, "model.vocab_size",
+     "model.vocab_size 128 has no row for the last ids of data.vocab_size 129; set model.vocab_size to at least 129"),
+    ({"data__eos_id": 100}, "data.eos_id", "data.eos_id 100 is not below data.vocab_size 100"),
+    ({"data__pad_id": 300}, "data.pad_id", "data.pad_id 300 is not below data.vocab_size 100"),
+    ({"data__dtype": "uint8", "data__vocab_size": 257, "model__vocab_size": 257}, "data.dtype",
+     "data.dtype uint8 holds ids 0 to 255, but data.vocab_size 257 needs 256"),
+    ({"data__dtype": "uint16", "data__vocab_size": 65537, "model__vocab_size": 65537}, "data.dtype",
+     "data.dtype uint16 holds ids 0 to 65535, but data.vocab_size 65537 needs 65536"),
+    ({"mesh__data": -1}, "mesh.fsdp", "only one axis may be -1, but mesh.data and mesh.fsdp are"),
+    ({"mesh__tensor": 0}, "mesh.tensor", "0 is not a size; write 1 or more, or -1"),
+    ({"mesh__tensor": -2}, "mesh.tensor", "-2 is not a size"),
+    ({"checkpoint__keep_every": 1500}, "checkpoint.keep_every",
+     "checkpoint.keep_every 1500 is not a multiple of checkpoint.every 1000 (1500 = 1000 x 1 + 500)"),
+    ({"checkpoint__keep_every": 100, "checkpoint__every": None}, "checkpoint.keep_every",
+     "checkpoint.keep_every 100 keeps checkpoints that checkpoint.every null never makes"),
+    ({"eval__every": 10}, "eval.every", "eval.every 10 is set, but there is nothing to evaluate"),
+    ({"eval__sets": {"macro": EvalSetConfig(("p",))}}, "eval.sets.macro", "macro is the name of an average"),
+    ({"eval__sets": {"micro": EvalSetConfig(("p",))}}, "eval.sets.micro", "micro is the name of an average"),
+    ({"eval__sets": {"s": EvalSetConfig(())}}, "eval.sets.s.paths", "an empty list"),
+    ({"run_name": ""}, "run_name", "run_name '' is not the name of one folder"),
+    ({"run_name": "../x"}, "run_name", "is not the name of one folder"),
+    ({"run_name": "a/b"}, "run_name", "is not the name of one folder"),
+    ({"run_name": ".."}, "run_name", "is not the name of one folder"),
+    ({"run_name": "a\nb"}, "run_name", "is not the name of one folder"),
+    ({"output_dir": ""}, "output_dir", "output_dir is empty"),
+    ({"data__prepared": ""}, "data.prepared", "data.prepared is empty"),
+])
+def test_a_broken_rule_is_one_problem_that_names_keys_and_numbers(change, key, message):
+    [(found_key, found)] = problems(changed(**change))
+    assert found_key == key
+    assert message in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("change", [
+    {"model__d_model": 65, "model__head_dim": 16},
+    {"model__n_kv_heads": 1}, {"model__n_kv_heads": 4},
+    WINDOWS,
+    {**WINDOWS, "model__n_layers": 1, "model__last_layer_full": False},
+    {**WINDOWS, "model__layer_pattern": ("full", "full", "full", "window"), "model__last_layer_full": False},
+    {"train__gradient_accumulation_steps": 8},
+    {"train__remat__mode": "names", "train__remat__save": ("qkv", "mlp_out")}, {"train__remat__mode": "none"},
+    {**WSD, "schedule__warmup_steps": 90}, {"schedule__warmup_steps": 100},
+    {"schedule__total_steps": 50, "schedule__warmup_steps": 50},  # train.steps 100 past the end is allowed
+    {"schedule__total_steps": 1000, "schedule__warmup_steps": 500},
+    {"schedule__kind": "constant"}, {"schedule__kind": "linear", "schedule__min_ratio": 0.0},
+    {"optim__kind": "adamw"}, {"optim__skip": SkipConfig(sigma=3.0)}, {"optim__betas": (0.0, 0.999)},
+    {**PREPARED, "data__sources": {}}, {**PREPARED, "data__sources": {"b": SourceConfig(repeat=2.0)}},
+    {**PREPARED, "eval__every": 5},
+    {"data__sources": {"b": SourceConfig(mix="m", root="r", tokenizer_placeholder="t")}},
+    {"data__sources": {"b": SourceConfig(paths=("p",), root="r")}},
+    {"data__vocab_size": 128}, {"data__eos_id": 99, "data__pad_id": 99},
+    {"data__dtype": "uint8", "data__vocab_size": 256, "model__vocab_size": 256},
+    {"data__dtype": "uint16", "data__vocab_size": 65536, "model__vocab_size": 65536},
+    {"data__dtype": "uint32"},
+    {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": -1}, {"mesh__fsdp": 4},
+    {"checkpoint__keep_every": 2000}, {"checkpoint__every": None},
+    {"eval__every": 10, "eval__sets": {"s": EvalSetConfig(("p",))}},
+    {"run_name": "a b.1-x"},
+])
+def test_a_configuration_just_inside_the_rules_has_no_problem(change):
+    assert problems(changed(**change)) == []
+
+
+def test_independent_rules_are_all_reported_and_nothing_is_changed():
+    cfg = changed(model__d_model=65, data__eos_id=100, mesh__data=-1, train__gradient_accumulation_steps=3)
+    before = copy.deepcopy(cfg)
+    assert [key for key, _ in problems(cfg)] == ["model.d_model", "train.global_batch", "data.eos_id", "mesh.fsdp"]
+    assert cfg == before
+
+
+# The mesh
+
+
+@pytest.mark.parametrize(("mesh", "n_devices", "shape"), [
+    (MeshConfig(), 1, (1, 1, 1)), (MeshConfig(), 8, (1, 8, 1)), (MeshConfig(fsdp=2, tensor=-1), 8, (1, 2, 4)),
+    (MeshConfig(data=-1, fsdp=2, tensor=2), 8, (2, 2, 2)), (MeshConfig(data=2, fsdp=2, tensor=1), 4, (2, 2, 1)),
+    (MeshConfig(data=-1, fsdp=8), 8, (1, 8, 1)),
+])
+def test_a_mesh_is_resolved_over_the_devices(mesh, n_devices, shape):
+    assert resolve_mesh(mesh, n_devices) == shape
+
+
+@pytest.mark.parametrize(("mesh", "n_devices", "message"), [
+    (MeshConfig(data=3), 8, "mesh.fsdp: mesh.fsdp -1 takes the devices that are left, but 8 devices are not divisible "
+                            "by mesh.data 3 x mesh.tensor 1 = 3 (8 = 3 x 2 + 2)"),
+    (MeshConfig(data=16), 8, "(8 = 16 x 0 + 8)"),
+    (MeshConfig(data=2, fsdp=2), 8, "mesh: mesh.data 2 x mesh.fsdp 2 x mesh.tensor 1 = 4 devices, but there are 8"),
+    (MeshConfig(data=2, fsdp=8), 8, "= 16 devices, but there are 8; set one axis to -1"),
+    (MeshConfig(data=-1), 8, "mesh.fsdp: only one axis may be -1"),
+    (MeshConfig(fsdp=0), 8, "mesh.fsdp: 0 is not a size"),
+])
+def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_arithmetic(mesh, n_devices, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve_mesh(mesh, n_devices)
+    [problem] = caught.value.problems
+    assert message in problem
+    [(key, text)] = mesh_problems(dataclasses.replace(GOOD, mesh=mesh), n_devices)
+    assert f"{key}: {text}" == problem
+
+
+@pytest.mark.parametrize(("change", "n_devices", "key", "message"), [
+    ({"model__n_heads": 6, "model__head_dim": 8, "mesh__tensor": 4}, 4, "mesh.tensor",
+     "model.n_heads 6 is not divisible by mesh.tensor 4 (6 = 4 x 1 + 2); set mesh.tensor to 1, 2 or 3, or change "
+     "model.n_heads"),
+    ({"model__n_kv_heads": 2, "mesh__tensor": 4}, 4, "mesh.tensor",
+     "model.n_kv_heads 2 is not divisible by mesh.tensor 4 (2 = 4 x 0 + 2); set mesh.tensor to 1 or 2, or change"),
+    ({"model__d_ff": 98, "mesh__tensor": 4}, 4, "mesh.tensor",
+     "model.d_ff 98 is not divisible by mesh.tensor 4 (98 = 4 x 24"),
+    ({"model__vocab_size": 130, "mesh__tensor": 4}, 4, "mesh.tensor",
+     "model.vocab_size 130 is not divisible by mesh.tensor 4"),
+    ({"model__d_model": 66, "model__head_dim": 8}, 8, "mesh.fsdp",
+     "model.d_model 66 is not divisible by mesh.fsdp 8 (-1 on 8 devices) (66 = 8 x 8 + 2); set mesh.fsdp to 1, 2, 3 or "
+     "6, or change model.d_model"),
+    ({"train__global_batch": 6}, 4, "train.global_batch",
+     "train.global_batch 6 / train.gradient_accumulation_steps 1 = 6 sequences a micro-batch, which mesh.data 1 x "
+     "mesh.fsdp 4 = 4 does not divide (6 = 4 x 1 + 2); set train.global_batch to 4 or 8, or other mesh sizes"),
+    ({"train__gradient_accumulation_steps": 4}, 4, "train.global_batch",
+     "train.global_batch 8 / train.gradient_accumulation_steps 4 = 2 sequences a micro-batch, which mesh.data 1 x "
+     "mesh.fsdp 4 = 4 does not divide (2 = 4 x 0 + 2); set train.global_batch to 16, or other mesh sizes"),
+    ({"train__global_batch": 6, "mesh__data": 2, "mesh__fsdp": 2}, 4, "train.global_batch",
+     "which mesh.data 2 x mesh.fsdp 2 = 4 does not divide"),
+])
+def test_sizes_that_do_not_divide_over_the_mesh_are_named_with_both_keys(change, n_devices, key, message):
+    change = change if "mesh__tensor" not in change else {**change, "mesh__fsdp": 1}
+    [(found_key, found)] = mesh_problems(changed(**change), n_devices)
+    assert found_key == key
+    assert message in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(("change", "n_devices"), [
+    ({}, 1), ({}, 2), ({}, 8), ({"mesh__data": 2, "mesh__tensor": 2}, 8), ({"mesh__tensor": 4}, 4),
+    ({"model__n_kv_heads": 2, "mesh__tensor": 2}, 2), ({"train__gradient_accumulation_steps": 8}, 1),
+    ({"train__gradient_accumulation_steps": 2}, 4),
+])
+def test_a_mesh_that_fits_has_no_problem(change, n_devices):
+    assert mesh_problems(changed(**change), n_devices) == []
+
+
+def test_all_misfits_of_a_mesh_are_reported_and_nothing_is_changed():
+    cfg = changed(model__n_heads=6, model__head_dim=8, model__d_ff=98, model__d_model=66, mesh__fsdp=4, mesh__tensor=4)
+    before = copy.deepcopy(cfg)
+    assert [(key, text.split()[0]) for key, text in mesh_problems(cfg, 16)] == [
+        ("mesh.tensor", "model.n_heads"), ("mesh.tensor", "model.d_ff"), ("mesh.fsdp", "model.d_model")]
+    assert cfg == before
