@@ -156,9 +156,8 @@ def noisy(n, seed=0):
 @pytest.mark.parametrize("bad", [1e3, float("nan"), float("inf")])
 def test_a_skipped_step_changes_no_bit_but_moves_schedule_and_window(bad):
     cfg = config(skip=schema.SkipConfig(window=16))
-    before = weights()
-    before["scale"][0] = -0.0
-    params, state, _ = run(cfg, gradients(20), noisy(20), params=before)
+    params, state, _ = run(cfg, gradients(20), noisy(20))
+    params["scale"] = params["scale"].at[0].set(-0.0)  # adding 0.0 to it would flip its sign bit
     grads = {name: np.full(shape, bad, np.float32) for name, shape in SHAPES.items()}
     after, new_state, skipped = run(cfg, [grads], [2.0], params, state)
     assert skipped == [1]
@@ -179,6 +178,13 @@ def test_training_goes_on_after_a_skipped_step_as_if_it_had_not_been():
     assert_close(state.nu, v)
     assert_close(state.mu, m)
     assert int(state.count) == 39
+
+
+def test_the_deviation_is_the_unbiased_one():
+    cfg, losses = config(skip=schema.SkipConfig(window=8, sigma=3.0)), [1.0, 3.0] * 4
+    limit = 2 + 3 * float(np.std(losses, ddof=1))  # the biased deviation gives 5.0 instead of 5.207
+    for last, expected in ((limit * 0.999, 0), (limit * 1.001, 1)):
+        assert run(cfg, [weights()] * 9, [*losses, last])[2][-1] == expected
 
 
 def test_the_guard_waits_for_half_a_window_and_only_looks_up():
