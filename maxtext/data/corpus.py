@@ -185,7 +185,7 @@ def _read_jsonl(domain: str, path: Path) -> Iterator[Document]:
 def _parse_json_line(line: bytes, where: str) -> tuple[str | None, str]:
     """The id (None without one) and the text of one line of JSON."""
     try:
-        entry = json.loads(line.decode("utf-8"))
+        entry = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte 0x{line[error.start]:02x} in column {error.start + 1} is not UTF-8") from error
     except json.JSONDecodeError as error:

@@ -149,18 +149,19 @@ def _sample(handle: int, size: int, width: int) -> list[tuple[int, bytes]]:
 
 def _check_not_wider(path: str, dtype: np.dtype, blocks: list[bytes]) -> None:
     """Refuses a uint32 file that is read as uint16 or uint8 (and uint16 as uint8): its high words are nearly all 0."""
-    for wider in DTYPES.values():
+    for wider in sorted(DTYPES.values(), key=lambda other: -other.itemsize):
         if wider.itemsize <= dtype.itemsize:
-            continue
+            break
         # The last block of a file may have another phase: left out unless it is the only one.
         words = np.concatenate([np.frombuffer(data[:len(data) // wider.itemsize * wider.itemsize], dtype)
                                 for data in blocks[:max(1, len(blocks) - 1)]])
         groups = words.reshape(-1, wider.itemsize // dtype.itemsize)
+        low, high = np.split(groups, 2, axis=1)
         # No text has a tiny id at every second place; 15 in the high word leaves room for a million ids.
-        if len(groups) >= 32 and groups[:, -1].max() <= 15 < groups[:, 0].max():
+        if len(groups) >= 32 and high.max() <= 15 < low.max():
             raise DataError(f"{path}: looks like {wider.name} tokens, read as {dtype.name}: from byte offset 0 on, the "
-                            f"last {dtype.name} of every {wider.itemsize} bytes is at most {int(groups[:, -1].max())}. "
-                            f"Set data.dtype to {wider.name}, or correct data.vocab_size")
+                            f"upper half of every {wider.itemsize} bytes is at most {int(high.max())}. Set data.dtype to "
+                            f"{wider.name}, or correct data.vocab_size")
 
 
 def _other_type(tokens: np.ndarray, vocab_size: int) -> str:

@@ -1,0 +1,114 @@
+"""The order of instances: the reference's, epoch after epoch, in memory and in the cache file alike."""
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxtext.data import DataError, order
+from maxtext.data.order import GlobalOrder, instance_order
+
+EXPECTED = json.loads((Path(__file__).resolve().parents[1] / "oracles" / "data_loader" / "expected.json").read_text())
+
+
+def test_order_of_the_reference_training_run():
+    golden = EXPECTED["a1"]
+    ids = instance_order(golden["num_instances"], golden["seed"], golden["epoch"])
+    assert ids.dtype == np.uint32
+    assert ids[:64].tolist() == golden["first_64"]
+    assert hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest() == golden["sha256_uint32le"]
+
+
+@pytest.mark.parametrize("run", EXPECTED["runs"], ids=["batch8", "batch4"])
+def test_batches_of_the_reference_over_two_epochs(tmp_path, run):
+    batch = run["gbs_instances"]
+    steps = GlobalOrder(run["num_instances"], batch, run["seed"], "f", tmp_path)
+    assert steps.batches_per_epoch == run["num_instances"] // batch
+    for epoch, golden in run["global_order"].items():
+        first = (int(epoch) - 1) * steps.batches_per_epoch + 1
+        got = [steps.instance_ids(first + k).tolist() for k in range(steps.batches_per_epoch)]
+        assert sum(got, []) == golden[:batch * steps.batches_per_epoch]
+        assert {steps.epoch(first + k) for k in range(steps.batches_per_epoch)} == {int(epoch)}
+        # The reference's ranks take strided columns of the same rows: the set of a step does not depend on the ranks.
+        for world in (1, 2, 4):
+            for k in (0, 1):
+                rows = [run["ranks"][epoch][f"ws{world}_rank{rank}_first2"][k] for rank in range(world)]
+                assert np.stack(rows, axis=1).ravel().tolist() == got[k]
+    twice = GlobalOrder(run["num_instances"], 2 * batch, run["seed"], "f", tmp_path)
+    assert twice.instance_ids(3).tolist() == run["resume_batch_x2_after_2"]
+
+
+def test_every_epoch_sees_each_instance_at_most_once_in_its_own_order(tmp_path):
+    steps = GlobalOrder(29, 4, 5, "f", tmp_path)
+    epochs = [np.concatenate([steps.instance_ids(7 * e + k + 1) for k in range(7)]) for e in range(3)]
+    for ids in epochs:
+        assert len(set(ids.tolist())) == 28
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert np.array_equal(epochs[2], instance_order(29, 5, 3)[:28])
+    assert not np.array_equal(instance_order(29, 5, 1), instance_order(29, 6, 1))
+    assert np.array_equal(instance_order(29, 5, 2), instance_order(29, 6, 1)), "the generator's seed is seed + epoch"
+
+
+def test_steps_may_be_asked_in_any_order(tmp_path):
+    one, two = (GlobalOrder(29, 4, 5, "f", tmp_path) for _ in range(2))
+    forward = {step: one.instance_ids(step).tolist() for step in range(1, 60)}
+    assert {step: two.instance_ids(step).tolist() for step in reversed(range(1, 60))} == forward
+    assert len(two._epochs) <= order.EPOCHS_KEPT
+    with pytest.raises(DataError, match="counted from 1"):
+        one.instance_ids(0)
+
+
+def test_result_does_not_alias_the_kept_order(tmp_path):
+    steps = GlobalOrder(29, 4, 5, "f", tmp_path)
+    first = steps.instance_ids(1)
+    want = first.tolist()
+    first[:] = 0
+    assert steps.instance_ids(1).tolist() == want
+
+
+def test_size_limits(tmp_path):
+    with pytest.raises(DataError, match="at least one batch of 8"):
+        GlobalOrder(7, 8, 0, "f", tmp_path)
+    with pytest.raises(DataError, match="fewer than 2\\^32"):
+        GlobalOrder(2**32, 8, 0, "f", tmp_path)
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    monkeypatch.setattr(order, "IN_MEMORY_INSTANCES", 20)
+    return lambda fingerprint="a" * 64, seed=5: GlobalOrder(29, 4, seed, fingerprint, tmp_path / "cache")
+
+
+def test_cache_file_holds_the_same_order_and_is_used(cached, tmp_path, monkeypatch):
+    want = {step: np.concatenate([instance_order(29, 5, 1)[:28], instance_order(29, 5, 2)[:28]])[4 * step - 4:4 * step]
+            for step in range(1, 15)}
+    steps = cached()
+    for step, ids in want.items():
+        assert np.array_equal(steps.instance_ids(step), ids)
+    files = [path for path in (tmp_path / "cache").iterdir() if path.suffix == ".u32"]
+    assert sorted(files) == [steps.cache_file(1), steps.cache_file(2)]
+    assert steps.cache_file(1).stat().st_size == 4 * 29
+    monkeypatch.setattr(order, "instance_order", lambda *_: pytest.fail("computed again"))
+    assert np.array_equal(cached().instance_ids(3), want[3])
+    assert isinstance(cached()._order(1), np.memmap)
+    copy = pickle.loads(pickle.dumps(steps))
+    assert len(pickle.dumps(steps)) < 1000, "the order itself is not sent to workers"
+    assert np.array_equal(copy.instance_ids(3), want[3])
+
+
+def test_cache_files_of_other_data_seeds_and_epochs_are_apart(cached):
+    names = {cached().cache_file(1), cached().cache_file(2), cached(seed=6).cache_file(1), cached("b" * 64).cache_file(1)}
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-4], lambda data: data[:40] + bytes(8) + data[48:], lambda _: b""])
+def test_damaged_cache_file_is_made_again(cached, damage):
+    want = cached().instance_ids(3)
+    path = cached().cache_file(1)
+    good = path.read_bytes()
+    path.write_bytes(damage(good))
+    assert np.array_equal(cached().instance_ids(3), want)
+    assert path.read_bytes() == good
