@@ -1,0 +1,409 @@
+"""Save and restore training states. Orbax writes the arrays; our manifest, written last, makes a step count.
+
+Orbax's CheckpointManager is not used: it lists any directory with a number for a name, forgets steps after a failed
+save, skips a step that exists already and checks no stored byte. See `manifest` for the layout on disk.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import threading
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+import maxtext
+from maxtext.checkpoint import arrays, integrity, manifest
+from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry, Leaf, Manifest
+from maxtext.checkpoint.processes import all_agree, from_process_0
+from maxtext.config.schema import CheckpointConfig
+
+__all__ = ["CheckpointError", "Checkpoints", "Restored"]
+
+PyTree = Any
+log = logging.getLogger("maxtext.checkpoint")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What `Checkpoints.restore` found: `state` has the structure and shardings that were asked for."""
+
+    step: int
+    state: PyTree
+    extra: Any
+    config_text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """A save under way."""
+
+    step: int
+    step_dir: str
+    leaves: dict[str, Leaf]
+    sums: dict[str, Any]
+    extra: Any
+    arrays: str = ""
+
+
+class Checkpoints:
+    """The checkpoints in one directory.
+
+    Args:
+      directory: a local or mounted path; it need not exist yet.
+      cfg: which steps are kept, and whether saves run in the background.
+      config_text: the resolved config as text; it is stored with every step.
+      writer: False for a reader (evaluation, conversion): nothing on disk is created, renamed or removed.
+
+    A writer removes what killed saves left behind when it is made. Only one writer may use a directory at a time.
+    In a job of several processes all of them make the same calls; process 0 alone renames, deletes and commits.
+    Raises CheckpointError when the directory cannot be used.
+    """
+
+    def __init__(self, directory: str, cfg: CheckpointConfig, *, config_text: str = "", writer: bool = True) -> None:
+        if "://" in str(directory):
+            raise CheckpointError(f"checkpoints need a local or mounted path, not {directory}; mount the bucket first")
+        self.directory = os.path.abspath(directory)
+        self._cfg, self._config_text, self._writer = cfg, config_text, writer
+        self._orbax = arrays.Orbax()
+        self._saving: threading.Thread | None = None
+        self._saving_step: int | None = None
+        self._failure: CheckpointError | None = None
+        self._told: set[str] = set()
+        self._tried: set[str] = set()
+        if writer and jax.process_index() == 0:
+            self._prepare()
+
+    # ---- reading what is there
+
+    def steps(self) -> list[int]:
+        """Steps that are complete on disk (manifest valid, every file there with its size), ascending."""
+        return [entry.step for entry in self._scan() if entry.status == "good" and entry.step is not None]
+
+    def latest(self) -> int | None:
+        """The newest of `steps()`."""
+        return max(self.steps(), default=None)
+
+    def read_extra(self, step: int) -> Any:
+        """The `extra` that step was saved with, without reading its arrays."""
+        return self._manifest(step).extra
+
+    def config_text(self, step: int) -> str:
+        """The config that step was saved with, without reading its arrays."""
+        return self._manifest(step).config_text
+
+    def _manifest(self, step: int) -> Manifest:
+        path = self._path(manifest.step_name(step))
+        try:
+            return manifest.read(path)
+        except (Damaged, OSError) as error:
+            raise CheckpointError(f"{path}: {error}; good steps are {self.steps()}") from None
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+    def _scan(self) -> list[Entry]:
+        """All entries; whatever is ignored is named in a warning, once."""
+        entries = manifest.scan(self.directory)
+        for entry in entries:
+            ours = entry.step is not None and entry.step == self._saving_step
+            if entry.status in ("damaged", "partial", "unfinished", "foreign") and not ours:
+                if entry.name not in self._told:
+                    log.warning("checkpoint directory: ignored %s: %s", self._path(entry.name), entry.reason)
+                self._told.add(entry.name)
+        return entries
+
+    # ---- saving
+
+    def save(self, step: int, state: PyTree, extra: dict[str, Any]) -> None:
+        """Save `state` (jax arrays) and `extra` (plain JSON) as `step`; in the background when so configured.
+
+        After it returns the caller may donate the arrays: what the background still reads is either on the host
+        already or held by a view, and JAX then leaves a held buffer alone and puts the output elsewhere. A save waits
+        for the one before it. Saving an existing step again replaces it in one rename. Saving below existing steps
+        (after a rewind) sets the later ones aside as `.superseded-N`, so that nobody resumes the abandoned branch.
+
+        A failure to write is logged as an error at once, leaves all earlier steps as they are, and is raised by
+        `wait()` (a synchronous save raises it itself); `failure` has it too, and the next save tries anew.
+        CheckpointError at once for a state or extra that can never be saved.
+        """
+        if not self._writer:
+            raise CheckpointError(f"{self.directory} was opened for reading; open it with writer=True to save")
+        step, extra = _natural(step), manifest.plain_json(extra)
+        leaves, to_write = arrays.describe(state)
+        # Dispatched before anybody can donate: the sums are of exactly the arrays that Orbax is given.
+        job = _Save(step, self._path(manifest.step_name(step)), leaves, integrity.tree_sums(state), extra)
+        self._join()
+        self._failure, self._saving_step = None, step
+        try:
+            job = dataclasses.replace(job, arrays=manifest.arrays_name(from_process_0(lambda: _begin(job.step_dir))))
+            self._orbax.start(os.path.join(job.step_dir, job.arrays), to_write)
+        except Exception as error:
+            self._failed(job, error)
+        else:
+            self._saving = threading.Thread(target=self._finish, args=(job,), name=f"checkpoint {step}")
+            self._saving.start()
+        if not self._cfg.asynchronous:
+            self.wait()
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why the last save failed, None when it did not or has not ended yet. Does not wait."""
+        return self._failure
+
+    def wait(self) -> None:
+        """Wait for the save under way; CheckpointError with path and reason if the last save failed."""
+        self._join()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Wait for the save under way and free Orbax's threads. A failure was logged; `wait` raises it."""
+        self._join()
+        self._orbax.close()
+
+    def _join(self) -> None:
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+
+    def _finish(self, job: _Save) -> None:
+        """In the background: wait until Orbax has written, then hash, commit and apply the policy."""
+        try:
+            self._orbax.finish()
+            if jax.process_index() == 0:
+                self._commit(job)
+        except Exception as error:
+            self._failed(job, error)
+        finally:
+            self._saving_step = None
+
+    def _commit(self, job: _Save) -> None:
+        sums = integrity.fetch_sums(job.sums)
+        leaves = {
+            name: dataclasses.replace(leaf, fingerprint=sums[name][:2], nonfinite=sums[name][2])
+            for name, leaf in job.leaves.items()
+        }
+        if broken := [name for name, leaf in leaves.items() if leaf.nonfinite]:
+            log.warning("step %d holds NaN or infinite values in %s", job.step, ", ".join(broken))
+        manifest.stage(
+            job.step_dir,
+            Manifest(
+                job.step,
+                job.arrays,
+                leaves,
+                manifest.record_files(job.step_dir, job.arrays),
+                job.extra,
+                self._config_text,
+                _versions(),
+                manifest.utc_now(),
+            ),
+        )
+        before = [entry for entry in manifest.scan(self.directory) if entry.status == "good"]
+        for entry in before:
+            if entry.step is not None and entry.step > job.step:
+                aside = self._set_aside(entry.name, "superseded")
+                log.warning("step %d is saved after a rewind: %s was set aside as %s", job.step, entry.name, aside)
+        manifest.commit(job.step_dir)
+        try:
+            _remove(manifest.leftovers(job.step_dir, job.arrays))
+            self._prune([entry.step for entry in before if entry.step is not None and entry.step < job.step], job.step)
+        except OSError as error:
+            log.error("step %d is saved, but an old one could not be deleted: %s", job.step, error)
+
+    def _prune(self, earlier: list[int], newest: int) -> None:
+        """Delete the steps that the policy does not keep; only ever called once `newest` is committed."""
+        steps = [*earlier, newest]
+        for step in sorted(set(steps) - manifest.kept(steps, self._cfg.keep_last, self._cfg.keep_every)):
+            # Renamed first: a deletion that is killed half-way must not look like a damaged step.
+            doomed = self._path(f"{manifest.step_name(step)}.deleted.tmp")
+            os.rename(self._path(manifest.step_name(step)), doomed)
+            _remove([doomed])
+
+    def _failed(self, job: _Save, error: Exception) -> None:
+        """Log and keep the failure; remove what this attempt wrote, so that a full disk gets its room back."""
+        self._failure = CheckpointError(
+            f"step {job.step} was not saved to {job.step_dir}: {arrays.reason(error)}; earlier steps are as they were"
+        )
+        self._failure.__cause__ = error
+        log.error("%s", self._failure)
+        self._saving_step = None
+        with contextlib.suppress(Exception):
+            self._orbax.close()
+        if jax.process_index() == 0 and os.path.isdir(job.step_dir):
+            with contextlib.suppress(OSError):
+                self._clean(job.step_dir)
+
+    def _clean(self, step_dir: str) -> None:
+        """Remove all but what a valid manifest names; the directory too when nothing is left."""
+        try:
+            keep = manifest.read(step_dir).arrays
+        except (OSError, Damaged):
+            keep = None
+            if os.path.exists(os.path.join(step_dir, manifest.NAME)):
+                return  # damaged, not unfinished: kept for people
+        _remove(manifest.leftovers(step_dir, keep))
+        if not os.listdir(step_dir):
+            os.rmdir(step_dir)
+
+    def _prepare(self) -> None:
+        """Make the directory, see that it can be written, and remove what killed saves left."""
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot make the checkpoint directory {self.directory}: {error.strerror}; set "
+                "output_dir to a place that you may write"
+            ) from None
+        if not os.access(self.directory, os.W_OK | os.X_OK):
+            raise CheckpointError(
+                f"the checkpoint directory {self.directory} is not writable; set output_dir to a "
+                "place that you may write"
+            )
+        for entry in manifest.scan(self.directory):
+            path = self._path(entry.name)
+            if entry.status == "deleted":
+                _remove([path])
+            elif entry.status == "unfinished":
+                log.warning("removed %s: %s", path, entry.reason)
+                self._clean(path)
+            elif entry.status == "good":
+                self._clean(path)
+
+    def _set_aside(self, name: str, why: str) -> str:
+        """Rename a step's directory to the first free `<name>.<why>-N`; returns the new name."""
+        number = 1
+        while os.path.lexists(self._path(f"{name}.{why}-{number}")):
+            number += 1
+        os.rename(self._path(name), self._path(f"{name}.{why}-{number}"))
+        manifest.sync_dir(self.directory)
+        return f"{name}.{why}-{number}"
+
+    # ---- restoring
+
+    def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
+        """The newest good step (or `step`), verified, as arrays with the shardings of `abstract_state`.
+
+        Args:
+          abstract_state: a tree of jax.ShapeDtypeStruct; a leaf without a sharding goes to the first device. The mesh
+            need not be the one that saved.
+          step: exactly this step, with no fall-back; None tries the newest first.
+
+        Returns None when the directory has never held a checkpoint. A step whose manifest, files or restored arrays
+        are not what was saved is renamed to `<name>.bad-N`, named in a warning, and the next older one is tried.
+        Raises CheckpointError when there were checkpoints but none is good, and when the leaves asked for differ from
+        those saved in name, shape or dtype (every such leaf is listed; nothing is renamed or converted).
+        """
+        self._join()
+        wanted = integrity.named_leaves(abstract_state)
+        treedef = jax.tree.structure(abstract_state)
+        if step is not None:
+            try:
+                return self._load(self._path(manifest.step_name(step)), wanted, treedef)
+            except Damaged as damage:
+                raise CheckpointError(
+                    f"step {step} in {self.directory} is bad: {damage}; good steps are {self.steps()}"
+                ) from None
+        while (candidate := from_process_0(self._newest)) >= 0:
+            name = manifest.step_name(candidate)
+            try:
+                return self._load(self._path(name), wanted, treedef)
+            except Damaged as damage:
+                self._quarantine(name, str(damage))
+        self._refuse_fresh_start()
+        return None
+
+    def _newest(self) -> int:
+        """The newest step worth trying, -1 when there is none."""
+        found = [
+            entry.step
+            for entry in self._scan()
+            if entry.step is not None and entry.status in ("good", "damaged") and entry.name not in self._tried
+        ]
+        return max(found, default=-1)
+
+    def _quarantine(self, name: str, reason: str) -> None:
+        self._tried.add(name)
+        if jax.process_index() != 0:
+            return
+        renamed = "left in place"
+        if self._writer:
+            try:
+                renamed = f"renamed to {self._set_aside(name, 'bad')}"
+            except OSError as error:
+                renamed = f"could not be renamed ({error.strerror})"
+            else:
+                self._tried.discard(name)
+        log.warning(
+            "checkpoint %s is bad and was not used: %s; %s, trying the one before", self._path(name), reason, renamed
+        )
+
+    def _refuse_fresh_start(self) -> None:
+        """CheckpointError if the directory ever held a step: starting anew would silently throw away a run."""
+        seen = [
+            entry
+            for entry in manifest.scan(self.directory)
+            if entry.status in ("good", "damaged", "partial", "bad", "superseded")
+        ]
+        if seen:
+            listed = "; ".join(f"{entry.name} ({entry.reason or 'failed its checks'})" for entry in seen)
+            raise CheckpointError(
+                f"no good checkpoint is left in {self.directory}: {listed}. Bring one back from a copy, or move the "
+                "directory away (or set another run_name) to start from scratch"
+            )
+
+    def _load(self, step_dir: str, wanted: dict[str, Any], treedef: Any) -> Restored:
+        """Verify, read, verify again. Damaged in all processes when it is damaged for one."""
+        found, damage = None, None
+        try:
+            found = manifest.read(step_dir)
+            arrays.refuse_mismatch(step_dir, found, wanted)
+            manifest.check_files(step_dir, found, slice(jax.process_index(), None, jax.process_count()))
+        except FileNotFoundError:
+            damage = f"there is no {os.path.join(step_dir, manifest.NAME)}"
+        except Damaged as error:
+            damage = str(error)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {step_dir}: {error.strerror}") from None
+        if not all_agree(damage is None) or found is None:
+            raise Damaged(damage or "another process found it damaged")
+        try:
+            restored = self._orbax.read(os.path.join(step_dir, found.arrays), found.leaves, wanted)
+        except Exception as error:
+            # The files are what was saved, so this is the machine (memory, a missing device), not the checkpoint.
+            raise CheckpointError(f"{step_dir} is intact but could not be read: {arrays.reason(error)}") from error
+        for name, sums in integrity.tree_fingerprints(restored).items():
+            if sums != found.leaves[name].fingerprint:
+                raise Damaged(f"leaf {name} does not have the fingerprint that it was saved with")
+        state = jax.tree.unflatten(treedef, [restored[name] for name in wanted])
+        return Restored(found.step, state, found.extra, found.config_text)
+
+
+def _begin(step_dir: str) -> int:
+    """Mark a step's directory as being written; returns the number of this attempt at it."""
+    os.makedirs(step_dir, exist_ok=True)
+    with open(os.path.join(step_dir, manifest.MARKER), "w"):
+        pass
+    return manifest.next_attempt(step_dir)
+
+
+def _natural(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
+    return int(step)
+
+
+def _versions() -> dict[str, str]:
+    return {"maxtext": maxtext.__version__, "jax": jax.__version__, "orbax": metadata.version("orbax-checkpoint")}
+
+
+def _remove(paths: list[str]) -> None:
+    for path in paths:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
