@@ -1,0 +1,1 @@
+"""The report of a run, made from the files of its directory."""
