@@ -160,8 +160,8 @@ def _check_not_wider(path: str, dtype: np.dtype, blocks: list[bytes]) -> None:
         # No text has a tiny id at every second place; 15 in the high word leaves room for a million ids.
         if len(groups) >= 32 and high.max() <= 15 < low.max():
             raise DataError(f"{path}: looks like {wider.name} tokens, read as {dtype.name}: from byte offset 0 on, the "
-                            f"upper half of every {wider.itemsize} bytes is at most {int(high.max())}. Set data.dtype to "
-                            f"{wider.name}, or correct data.vocab_size")
+                            f"upper half of every {wider.itemsize} bytes is at most {int(high.max())}. Set data.dtype "
+                            f"to {wider.name}, or correct data.vocab_size")
 
 
 def _other_type(tokens: np.ndarray, vocab_size: int) -> str:

@@ -92,7 +92,8 @@ def test_standard_library_has_code_and_neither_tests_nor_topics():
 def test_topics_do_not_repeat_each_other():
     topics = {d.name: d.text for d in read_topics()}
     assert len(topics) > 40
-    paragraphs = {name: {" ".join(p.split()) for p in text.split("\n\n") if len(p) > 60} for name, text in topics.items()}
+    paragraphs = {name: {" ".join(p.split()) for p in text.split("\n\n") if len(p) > 60}
+                  for name, text in topics.items()}
     for name, own in paragraphs.items():
         others = set().union(*(paragraphs[other] for other in topics if len(topics[other]) > len(topics[name])))
         assert len(own & others) <= len(own) / 2, name

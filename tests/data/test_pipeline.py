@@ -129,8 +129,9 @@ def test_two_real_processes_give_the_single_process_batches(open_batches, files,
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("two_processes.py")
-    processes = [subprocess.Popen([sys.executable, script, str(port), str(rank), str(tmp_path / f"out{rank}.json"), *files],
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
+    processes = [subprocess.Popen(
+        [sys.executable, script, str(port), str(rank), str(tmp_path / f"out{rank}.json"), *files],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
     printed = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     want = take(open_batches(), 4)
@@ -237,7 +238,7 @@ def test_largest_id_of_a_wide_vocabulary_passes(make_config, write_tokens):
 
 
 def test_batch_that_does_not_divide_over_the_mesh_is_refused(open_batches):
-    with pytest.raises(DataError, match="train.global_batch 6 does not divide over the mesh"):
+    with pytest.raises(DataError, match=r"train.global_batch 6 does not divide over the mesh"):
         open_batches(mesh_sharding(1, 8, 1), batch=6)
 
 

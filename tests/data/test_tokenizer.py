@@ -13,12 +13,13 @@ from maxtext.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, load_t
 TEXT = Path(__file__).resolve().parents[1] / "fixtures" / "text"
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(TEXT.glob("*/*.txt"))]
 ODD = [
-    "", " ", "  ", "\n", "\n\n\n", "\t", "\r\n", "a\r\nb\rc\n", "  leading", "trailing  ", "a  b   c", "\tif x:\n\t\ty = 1\n",
-    "def f(x):\n    return x\n\n\n", "0123456789 3.14e-05", "\x00", "a\x00b\x00\x00", "\x01\x02\x1f\x7f\x80", "\ufeffbom",
-    "\u2581", "\u2581\u2581a \u2581", "a\u2581b", "\u2585\u2047", "\u00a0\u2003\u3000\u200b\u2028\u2029", "e\u0301 \u00e9 \u212b",
-    "\ufb01\u2460\u00bd\uff21", "\U0001f600", "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1f7", "日本語 中文 한국어",
-    "العربية עברית", "\U0010ffff\ue000\ufffd\ufffe", "<s></s><unk><pad>", "<0x0A><0xE2>", "<|endoftext|>", "a" * 5000, " " * 999,
-    "x\x0b\x0cy\x85z", "Å ﬁ ①",
+    "", " ", "  ", "\n", "\n\n\n", "\t", "\r\n", "a\r\nb\rc\n", "  leading", "trailing  ", "a  b   c", " " * 999,
+    "\tif x:\n\t\ty = 1\n", "def f(x):\n    return x\n\n\n", "0123456789 3.14e-05", "a" * 5000,
+    "\x00", "a\x00b\x00\x00", "\x01\x02\x1f\x7f\x80", "x\x0b\x0cy\x85z", "\ufeffbom",
+    "\u2581", "\u2581\u2581a \u2581", "a\u2581b", "\u2585\u2047", "\u00a0\u2003\u3000\u200b\u2028\u2029",
+    "e\u0301 \u00e9 \u212b \u00c5", "\ufb01\u2460\u00bd\uff21", "\U0001f600", "\U0010ffff\ue000\ufffd\ufffe",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1f7", "日本語 中文 한국어", "العربية עברית",
+    "<s></s><unk><pad>", "<0x0A><0xE2>", "<|endoftext|>",
 ]
 
 
@@ -124,7 +125,7 @@ def test_lossy_tokenizer_is_refused_with_document_and_place(byte_level):
     spec = json.loads(byte_level) | {"normalizer": {"type": "Lowercase"}}
     tokenizer = JsonTokenizer(json.dumps(spec))
     tokenizer.encode_exactly(["all lower"], ["fine"])
-    with pytest.raises(DataError, match=r"document code/a.py: .* changes the text at byte 4: b'Upper' becomes b'upper'"):
+    with pytest.raises(DataError, match=r"document code/a.py: .* at byte 4: b'Upper' becomes b'upper'"):
         tokenizer.encode_exactly(["all lower", "all Upper"], ["fine", "code/a.py"])
     with pytest.raises(DataError, match="lone surrogate"):
         tokenizer.encode_exactly(["\ud800"], ["x"])

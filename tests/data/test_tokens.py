@@ -137,7 +137,8 @@ def test_wider_file_read_as_narrower_is_refused(make_config, write_tokens, writt
     vocab = 256 if read == "uint8" else 1000
     tokens = np.random.default_rng(0).integers(2, vocab, count)
     path = write_tokens("wide.npy", tokens, np.dtype(written))
-    refused(make_config({"x": [path]}, dtype=read, vocab_size=vocab), rf"wide.npy: looks like {written} tokens, read as {read}")
+    refused(make_config({"x": [path]}, dtype=read, vocab_size=vocab),
+            rf"wide.npy: looks like {written} tokens, read as {read}")
     resolve(make_config({"x": [path]}, dtype=written, vocab_size=vocab))
 
 
@@ -163,7 +164,8 @@ def test_sampling_reaches_the_end_of_a_large_file(make_config, write_tokens):
 
 def test_contradictions_of_the_settings_are_refused(make_config, write_tokens):
     path = write_tokens("a.npy", 400)
-    refused(make_config({"x": [path]}, vocab_size=None, eos_id=None), "data.vocab_size: is not set", "data.eos_id: is not")
+    refused(make_config({"x": [path]}, vocab_size=None, eos_id=None),
+            "data.vocab_size: is not set", "data.eos_id: is not set")
     refused(make_config({"x": [path]}, eos_id=1000), "data.eos_id: 1000 is not below data.vocab_size 1000")
     refused(make_config({"x": [path]}, pad_id=5000), "data.pad_id: 5000")
     refused(make_config({"x": [path]}, model_vocab=999), "model.vocab_size: 999 is below the 1000 ids")
@@ -199,7 +201,7 @@ def test_prepared_folder_must_agree_with_the_config_and_itself(make_config, prep
     refused(prepared_config(make_config, prepared, vocab_size=600), "data.vocab_size: 600 contradicts .* with 512")
     refused(prepared_config(make_config, prepared, dtype="uint32"), "data.dtype: uint32 contradicts .* holds uint16")
     refused(prepared_config(make_config, prepared, model_vocab=500), "model.vocab_size: 500 is below the 512")
-    refused(prepared_config(make_config, tmp_path / "none"), r"dataset.json: not found; write it with `maxtext data prepare")
+    refused(prepared_config(make_config, tmp_path / "none"), r"dataset.json: not found; write it with `maxtext")
     copy = tmp_path / "copy"
     shutil.copytree(prepared, copy)
     (copy / "train" / "code-00000.npy").write_bytes(bytes(2000))
@@ -239,7 +241,7 @@ def test_check_ids_names_the_first_bad_id():
 
 def test_documents_are_read_whole_with_their_end(write_tokens):
     documents = [[5, 6, 0], [0], [7, 0]]
-    a = write_tokens("a.npy", sum(documents, []) + [8, 9])
+    a = write_tokens("a.npy", [5, 6, 0, 0, 7, 0, 8, 9])
     b = write_tokens("b.npy", [4, 0])
     read = list(read_documents([a, b], np.dtype("<u2"), 0))
     assert [ids.tolist() for ids in read] == [*documents, [4, 0]], "text after the last end of document is left out"
