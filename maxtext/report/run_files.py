@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from typing import Any
 
-Record = dict[str, float]
+Record = dict[str, Any]  # metric -> number, and step -> int
 
 _LINE = re.compile(rb'\{"step": (\d+)[,}]')
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
@@ -40,7 +41,7 @@ def parse_line(line: bytes) -> Record | None:
     if not _LINE.match(line):
         return None
     try:
-        record = json.loads(line)
+        record: dict[str, Any] = json.loads(line)
     except ValueError:
         return None
     return {name: float(value) if isinstance(value, str) and value in _NOT_FINITE else value

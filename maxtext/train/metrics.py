@@ -81,7 +81,7 @@ class JsonLines:
             self._keep_until(path, resume_step)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: dict[str, Any]) -> None:
         newest = self._last["step"]
         assert step >= newest, f"metrics of step {step} after those of step {newest}"
         if step > newest:
@@ -139,8 +139,8 @@ class TensorBoard:
 
     def write(self, step: int, values: Mapping[str, Any], wall_time: float) -> None:
         # Imported at the first write, which is after the first step: it costs up to a quarter of a second.
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]  # made at run time
+        from tensorboardX.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
         if self._file is None:
             os.makedirs(self._folder, exist_ok=True)

@@ -93,7 +93,7 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array],
                grad_norm: jax.Array, **_: Any) -> tuple[PyTree, AdamState]:
         assert params is not None, "AdamW needs the weights"
         rate = schedule(state.n_recorded + 1)
-        if window is None:
+        if state.loss_window is None or state.grad_norm_window is None:
             take, loss_window, grad_norm_window = None, None, None
         else:
             take = (_is_ordinary(loss, state.loss_window, state.n_recorded, optim.skip)
@@ -127,7 +127,8 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array],
             n_recorded=state.n_recorded + 1, skipped=1 - taken, loss_window=loss_window,
             grad_norm_window=grad_norm_window)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # optax's types know no state that is a NamedTuple and no required keyword.
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 def _bias_correction(beta: float, t: jax.Array) -> jax.Array:

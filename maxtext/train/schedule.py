@@ -46,15 +46,15 @@ def make_schedule(cfg: Config) -> Callable[[jax.Array | int], jax.Array]:
     rise = _warmup_end_ratio(cfg) * peak
 
     def rate(t: jax.Array | int) -> jax.Array:
-        t = jnp.asarray(t, jnp.int32)
+        step = jnp.asarray(t, jnp.int32)
         if schedule.kind == "constant":
-            after = jnp.full(t.shape, peak, jnp.float32)
+            after = jnp.full(step.shape, peak, jnp.float32)
         else:
-            remaining = jnp.maximum(total - t, 0).astype(jnp.float32) / jnp.float32(_decay_span(cfg))
+            remaining = jnp.maximum(total - step, 0).astype(jnp.float32) / jnp.float32(_decay_span(cfg))
             after = jnp.float32(floor) + jnp.float32(peak - floor) * _falling(cfg, remaining, jnp.sin, jnp.minimum)
         if warmup == 0:
             return after
-        return jnp.where(t < warmup, jnp.float32(rise) * (t.astype(jnp.float32) / jnp.float32(warmup)), after)
+        return jnp.where(step < warmup, jnp.float32(rise) * (step.astype(jnp.float32) / jnp.float32(warmup)), after)
 
     return rate
 

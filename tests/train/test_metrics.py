@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]  # made at run time
 from tensorboardX.record_writer import masked_crc32c
 
 from maxtext.config import schema
@@ -225,6 +225,7 @@ def test_events_on_a_full_disk_are_given_up(tmp_path, capsys):
     writer = MetricsWriter(str(tmp_path), config(tensorboard=True), resume_step=0)
     writer.write(1, {"a": 1.0})
     with open("/dev/full", "wb", buffering=0) as full:
+        assert writer._events is not None
         writer._events._file = full
         writer.write(2, {"a": 1.0})
         writer.write(3, {"a": 1.0})
