@@ -70,7 +70,9 @@ def wrong_imports(source: str, module: str, is_package: bool = False) -> list[st
         top = name.split(".")[0]
         if top in OTHER_FRAMEWORKS and part != "convert":
             wrong.append(f"{module}:{line}: {top}; only maxtext/convert may import it")
-        if top == "maxtext" and part != "cli" and part_of(name) not in allowed:
+        # The package itself holds nothing but its version.
+        is_version = name in ("maxtext", "maxtext.__version__")
+        if top == "maxtext" and not is_version and part != "cli" and part_of(name) not in allowed:
             wrong.append(f"{module}:{line}: {name}; {part} may import {sorted(allowed)}")
         if part == "config" and top not in {"maxtext", "yaml"} | set(sys.stdlib_module_names):
             wrong.append(f"{module}:{line}: {name}; config needs only the standard library and yaml, to answer at once")
@@ -119,3 +121,4 @@ def test_the_reader_accepts_what_the_table_allows():
     assert wrong_imports("from .decoder import Decoder", "maxtext.model", is_package=True) == []
     assert wrong_imports("def f():\n  import torch", "maxtext.convert.parity") == []
     assert wrong_imports("from maxtext import train, convert", "maxtext.cli") == []
+    assert wrong_imports("import maxtext\nfrom maxtext import __version__", "maxtext.checkpoint.manager") == []

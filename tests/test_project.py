@@ -144,9 +144,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 def test_wheel_holds_only_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from flit_core import buildapi
 
+    import maxtext
+
     monkeypatch.chdir(ROOT)
     wheel = zipfile.ZipFile(tmp_path / buildapi.build_wheel(str(tmp_path)))
     tops = {name.split("/")[0] for name in wheel.namelist()}
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert tops == {"maxtext", f"maxtext-{version}.dist-info"}
+    assert tops == {"maxtext", f"maxtext-{maxtext.__version__}.dist-info"}
     assert "maxtext/config/schema.py" in wheel.namelist()
