@@ -287,7 +287,7 @@ def _read_text(file: FilePath, faults: list[str]) -> str | None:
         faults.append(f"{_display(file)}: cannot be read: {error.strerror}")
         return None
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         faults.append(f"{_display(file)}:{line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8; "

@@ -77,6 +77,7 @@ def test_a_misspelt_synonym_in_a_file_names_the_key_the_line_and_the_synonym(fol
     ("learning_rate=1", "optim.lr (also known as learning_rate)?"),
     ("optim.warmup_steps=5", "schedule.warmup_steps?"),
     ("optm.lr=1", "optim.lr?"),
+    ("OPTIM.LR=1", "optim.lr?"),
     ("optm.lrr=1", "optim.lr?"),
     ("--train.steps=3", "train.steps?"),
     ("train.global-batch=4", "train.global_batch?"),
@@ -151,6 +152,18 @@ def test_rules_that_need_a_faulty_value_are_silent_about_it(folder):
     assert len(faults("good.yml", "model.n_heads=x", "model.d_model=65")) == 1
     # The misspelt pattern would have had a window layer: no second line about a window without one.
     assert len(faults("good.yml", "model.layer_patern=[window, full]", "model.window=4")) == 1
+    # The sources may well be there: no second line about absent training data.
+    write("run.yml", "base: good\ndata: {prepared: null, vocab_size: 9, eos_id: 1, pad_id: 2, sources: 5}\n")
+    assert faults("run.yml") == (
+        "run.yml:2: data.sources: 5 where a section is expected; give a mapping of its named items",)
+
+
+def test_a_broken_rule_points_to_where_its_key_was_set_or_else_to_the_file(folder):
+    assert faults("good.yml", "schedule.kind=wsd")[0].startswith("good.yml: schedule.decay_steps: ")
+    assert faults("good.yml", "optim.kind=adamw", "optim.skip.sigma=3")[0].startswith("command line: optim.skip ")
+    write("run.yml", "base: good\ntrain:\n  gradient_accumulation_steps: 3\n")
+    assert faults("run.yml")[0].startswith("good.yml:14: train.global_batch 4 is not divisible by "
+                                           "train.gradient_accumulation_steps 3")
 
 
 # Syntax
@@ -234,6 +247,11 @@ def test_anchors_work_with_the_line_of_the_key_that_uses_them(folder):
 def test_yaml_features_that_are_not_read_are_refused(folder, text, expected):
     write("run.yml", text)
     assert faults("run.yml")[0] == expected
+
+
+def test_a_fault_inside_an_anchor_is_reported_once_however_often_it_is_used(folder):
+    write("run.yml", "base: good\ndata:\n  sources:\n    a: &a {root: r, root: s}\n    b: *a\n    c: *a\n")
+    assert faults("run.yml") == ("run.yml:4: data.sources.a.root: given twice; first at run.yml:4",)
 
 
 def test_names_that_yaml_guesses_about_stay_text(folder):
@@ -320,6 +338,7 @@ def test_a_named_item_is_removed_by_null(folder):
     write("less.yml", "base: run\ndata: {sources: {x: null}}\n")
     assert list(load("less.yml").data.sources) == ["xy", "y"]
     assert list(load("run.yml", ["data.sources.xy=null"]).data.sources) == ["x", "y"]
+    assert load("run.yml", ["data.sources.x=null", "data.sources.x={}"]).data.sources["x"].repeat == 1
     assert faults("run.yml", "data.sources.z=null") == (
         "command line: data.sources.z: null removes a named item, but no earlier file has one of this name",)
 

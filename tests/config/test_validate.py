@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ GOOD = Config(
     optim=OptimConfig(lr=0.1), train=TrainConfig(steps=100, global_batch=8), run_name="x")
 
 
-def changed(**values) -> Config:
+def changed(**values: Any) -> Config:
     """GOOD with `section__field=value` or `field=value`."""
     cfg = GOOD
     for key, value in values.items():
@@ -35,7 +36,7 @@ def changed(**values) -> Config:
     return cfg
 
 
-def replaced(section, path, value):
+def replaced(section: Any, path: list[str], value: Any) -> Any:
     inner = value if len(path) == 1 else replaced(getattr(section, path[0]), path[1:], value)
     return dataclasses.replace(section, **{path[0]: inner})
 
@@ -236,6 +237,7 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_named_with_both_keys(change,
     ({}, 1), ({}, 2), ({}, 8), ({"mesh__data": 2, "mesh__tensor": 2}, 8), ({"mesh__tensor": 4}, 4),
     ({"model__n_kv_heads": 2, "mesh__tensor": 2}, 2), ({"train__gradient_accumulation_steps": 8}, 1),
     ({"train__gradient_accumulation_steps": 2}, 4),
+    ({"train__gradient_accumulation_steps": 3}, 8),  # reported by `problems`, once
 ])
 def test_a_mesh_that_fits_has_no_problem(change, n_devices):
     assert mesh_problems(changed(**change), n_devices) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ train: {steps: 10, global_batch: 4}
 """
 
 
-def read(tmp_path: Path, way: str, key: str, text: str):
+def read(tmp_path: Path, way: str, key: str, text: str) -> Any:
     """Sets `key` to `text` in a file or on the command line and returns the resulting value."""
     base = tmp_path / "base.yml"
     base.write_text(BASE)
@@ -28,7 +29,7 @@ def read(tmp_path: Path, way: str, key: str, text: str):
         lines = [f"{'  ' * i}{name}:" for i, name in enumerate(sections)] + [f"{'  ' * len(sections)}{leaf}: {text}"]
         (tmp_path / "run.yml").write_text("base: base\n" + "\n".join(lines) + "\n")
         cfg = load(tmp_path / "run.yml")
-    value = cfg
+    value: Any = cfg
     for name in key.split("."):
         value = getattr(value, name)
     return value
@@ -123,6 +124,7 @@ def test_a_value_that_fits_is_read_with_its_declared_type(tmp_path, way, key, te
      "model.layer_pattern[1]: ful is not one of window, full; did you mean full?"),
     ("optim.no_decay", "[[a]]", "optim.no_decay[0]: a list of 1 where a text is expected"),
     ("checkpoint.keep_last", "0", "checkpoint.keep_last: 0 is out of range; it must be at least 1"),
+    ("checkpoint.keep_last", '"null"', 'checkpoint.keep_last: "null" is not an integer'),
     ("checkpoint.keep_last", "none", "checkpoint.keep_last: none is not an integer"),
     ("optim", "5", "optim: 5 where a section is expected; give a mapping of lr, kind"),
     ("optim", "[1]", "optim: a list of 1 where a section is expected"),
