@@ -63,10 +63,10 @@ class Scan:
     empty: int = 0
 
     def inputs_sha256(self, options: Options) -> str:
-        """Identity of everything that decides the result."""
+        """Identity of everything that decides the result; the fractions act through the split of each document."""
         tokenizer = None if options.tokenizer is None else hashlib.sha256(options.tokenizer.read_bytes()).hexdigest()
         identity = {"version": VERSION, "tokenizer": tokenizer, "eos": options.eos, "pad": options.pad,
-                    "vocab_size": options.vocab_size if tokenizer is None else None, "heldout": options.heldout,
+                    "vocab_size": options.vocab_size if tokenizer is None else None,
                     "sources": [source.name for source in options.sources], "documents": self.kept}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

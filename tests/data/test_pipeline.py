@@ -134,10 +134,10 @@ def test_two_real_processes_give_the_single_process_batches(open_batches, files,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
     printed = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
-    want = take(open_batches(), 4)
+    want = take(open_batches(batch=16), 4)
     results = [json.loads((tmp_path / f"out{rank}.json").read_text()) for rank in (0, 1)]
-    assert results[0]["rows"] == [0, 1, 2, 3]
-    assert results[1]["rows"] == [4, 5, 6, 7]
+    assert results[0]["rows"] == [0, 1, 4, 5, 8, 9, 12, 13]
+    assert results[1]["rows"] == [2, 3, 6, 7, 10, 11, 14, 15]
     for result in results:
         assert result["fingerprints"] == [int(fingerprint_numpy(tokens)) for tokens in want]
         for step, tokens in enumerate(want):

@@ -24,14 +24,16 @@ def main(port: str, rank: str, out: str, *files: str) -> None:
         model=schema.ModelConfig(vocab_size=1000, d_model=8, n_layers=1, n_heads=1, d_ff=8),
         data=schema.DataConfig(sequence_length=16, vocab_size=1000, eos_id=0, pad_id=1,
                                sources={"x": schema.SourceConfig(paths=files)}),
-        optim=schema.OptimConfig(lr=1e-3), train=schema.TrainConfig(steps=9, global_batch=8),
+        optim=schema.OptimConfig(lr=1e-3), train=schema.TrainConfig(steps=9, global_batch=16),
         output_dir=os.path.dirname(out))
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    # Devices of the processes alternate, so that the rows of a process are not one range.
+    devices = np.array(jax.devices()).reshape(2, 4).T.ravel()
+    mesh = jax.sharding.Mesh(devices, ("fsdp",), axis_types=(AxisType.Explicit,))
     batches = make_batches(cfg, resolve(cfg), NamedSharding(mesh, PartitionSpec("fsdp")))
     result: dict = {"rows": batches._rows.tolist(), "fingerprints": [], "tokens": []}
     for _ in range(4):
         batch = next(batches)
-        shards = sorted(batch.tokens_BT.addressable_shards, key=lambda shard: shard.index[0].start)
+        shards = sorted(batch.tokens_BT.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         result["tokens"].append(np.concatenate([shard.data for shard in shards]).tolist())
         result["fingerprints"].append(int(jax.jit(fingerprint)(batch)))
     batches.close()
