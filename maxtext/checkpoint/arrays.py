@@ -147,6 +147,6 @@ def _extended(sharding: Any, ndim: int, new_ndim: int) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the innermost message, which is where the operating system's reason stands."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:400]
+    """An error as one line; of a long one both ends, because the operating system's reason stands at the end."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 600 else f"{text[:250]} ... {text[-350:]}"

@@ -1,13 +1,13 @@
 """Fingerprints of arrays that do not depend on the mesh: two 32-bit sums over the bits of every element.
 
-Element i (row-major) holds the bits b. With key = mix(i) and mix the 32-bit finalizer of MurmurHash3 (a bijection):
+Element i (row-major) holds the bits b. With mix, the 32-bit finalizer of MurmurHash3 (a bijection), and a constant c:
 
-    sum 1 = sum of b * (key | 1)        sum 2 = sum of mix(b xor key)        both mod 2^32
+    h = mix(b xor mix(i + c))        sum 1 = sum of h        sum 2 = sum of mix(h + c)        all mod 2^32
 
 Integer addition that wraps is associative and commutative, so every sharding and every order of reduction gives the
-same sums, in one pass on the device. A change of a single element always changes both sums (an odd factor and a
-bijection lose nothing); any other change is missed with a chance of about 2^-64. It guards against accidents, not
-against somebody who wants to deceive.
+same sums, in one pass on the device. A change of a single element always changes both sums (a bijection loses
+nothing); any other change is missed with a chance of about 2^-64. Plain sums of b times a weight would not do: they
+are blind to negating two elements. It guards against accidents, not against somebody who wants to deceive.
 """
 
 import math
@@ -109,7 +109,8 @@ def leaf_sums(x: jax.Array, word: int = WORD) -> tuple[jax.Array, jax.Array, jax
     key = _mix(_position(shape, range(split, len(shape))) + jnp.uint32(_GOLDEN), jnp.uint32)
     if split:
         key = _mix(key ^ _mix(_position(shape, range(split)), jnp.uint32), jnp.uint32)
-    terms = (bits * (key | jnp.uint32(1)), _mix(bits ^ key, jnp.uint32), bad)
+    first = _mix(bits ^ key, jnp.uint32)
+    terms = (first, _mix(first + jnp.uint32(_GOLDEN), jnp.uint32), bad)
     # One reduction of three operands is one pass over memory, and many times faster here than three sums.
     add = lambda a, b: tuple(p + q for p, q in zip(a, b, strict=True))  # noqa: E731
     first, second, bad = lax.reduce(terms, (jnp.uint32(0),) * 3, add, tuple(range(len(shape))))
@@ -137,7 +138,8 @@ def tree_sums(state: PyTree) -> dict[str, tuple[jax.Array, jax.Array, jax.Array]
 
 def fetch_sums(sums: dict[str, tuple[jax.Array, jax.Array, jax.Array]]) -> dict[str, tuple[int, int, int]]:
     """The values of `tree_sums` as Python ints."""
-    return {name: (int(a), int(b), int(n)) for name, (a, b, n) in jax.device_get(sums).items()}
+    host = jax.device_get(sums)
+    return {name: tuple(map(int, host[name])) for name in sums}
 
 
 def fingerprint_numpy(x: np.ndarray, word: int = WORD) -> tuple[int, int]:
@@ -157,6 +159,7 @@ def fingerprint_numpy(x: np.ndarray, word: int = WORD) -> tuple[int, int]:
         key = _mix((index % np.uint64(inner)).astype(np.uint32) + np.uint32(_GOLDEN), np.uint32)
         if inner < bits.size:
             key = _mix(key ^ _mix((index // np.uint64(inner)).astype(np.uint32), np.uint32), np.uint32)
-        first += int(np.sum(b * (key | np.uint32(1)), dtype=np.uint32))
-        second += int(np.sum(_mix(b ^ key, np.uint32), dtype=np.uint32))
+        hashed = _mix(b ^ key, np.uint32)
+        first += int(np.sum(hashed, dtype=np.uint32))
+        second += int(np.sum(_mix(hashed + np.uint32(_GOLDEN), np.uint32), dtype=np.uint32))
     return first % WORD, second % WORD

@@ -59,6 +59,8 @@ class Checkpoints:
       config_text: the resolved config as text; it is stored with every step.
       writer: False for a reader (evaluation, conversion): nothing on disk is created, renamed or removed.
 
+    Close it in a `finally` (or use contextlib.closing): a program that ends without, while a save is under way, loses
+    that save, because Python's executors and threads, which Orbax needs, stop before the save does.
     A writer removes what killed saves left behind when it is made. Only one writer may use a directory at a time.
     In a job of several processes all of them make the same calls; process 0 alone renames, deletes and commits.
     Raises CheckpointError when the directory cannot be used.
