@@ -26,6 +26,7 @@ from maxtext.data import DataError
 from maxtext.data.corpus import Document, Source, name_hash, open_source, python_corpus
 from maxtext.data.manifest import DTYPES, FORMAT, NAME, VERSION, read_manifest, smallest_dtype
 from maxtext.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from maxtext.data.writer import TokenWriter
 
 DEFAULT_OUT = "data/quickstart"
 DEFAULT_HELDOUT = 0.02
@@ -36,7 +37,6 @@ CORPUS_HELDOUT = {"code": 0.015, "prose": 0.12}
 SPLIT_SALT = "split 152"
 TOKENIZER_SAMPLE_BYTES = 64 << 20
 BATCH_CHARACTERS = 4 << 20
-SHARD_TOKENS = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,48 +69,6 @@ class Scan:
                     "vocab_size": options.vocab_size if tokenizer is None else None,
                     "sources": [source.name for source in options.sources], "documents": self.kept}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-class TokenWriter:
-    """Appends documents to headerless token files `<part>/<source>-00000.npy`, a new one every SHARD_TOKENS."""
-
-    def __init__(self, root: Path, part: str, source: str, dtype: np.dtype):
-        self._root, self._stem, self._dtype = root, f"{part}/{source}", dtype
-        self._file: Any = None
-        self._hash = hashlib.sha256()
-        self._tokens = 0
-        self.files: list[dict[str, Any]] = []
-        self.documents = self.tokens = self.text_bytes = 0
-
-    def write(self, ids: np.ndarray, text_bytes: int) -> None:
-        """Appends one document, its end-of-document id included."""
-        if self._file is None:
-            self._path = f"{self._stem}-{len(self.files):05d}.npy"
-            (self._root / self._path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._root / self._path, "wb")  # noqa: SIM115 (closed in finish)
-            self._hash, self._tokens = hashlib.sha256(), 0
-        data = ids.astype(self._dtype).tobytes()
-        self._file.write(data)
-        self._hash.update(data)
-        self._tokens += len(ids)
-        self.documents += 1
-        self.tokens += len(ids)
-        self.text_bytes += text_bytes
-        if self._tokens >= SHARD_TOKENS:
-            self.finish()
-
-    def finish(self) -> None:
-        """Closes the current file on disk and records it."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
-            self.files.append({"path": self._path, "tokens": self._tokens, "sha256": self._hash.hexdigest()})
-
-    def entry(self) -> dict[str, Any]:
-        """What the manifest says of this part of the source."""
-        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.text_bytes, "files": self.files}
 
 
 def prepare(options: Options) -> tuple[dict[str, Any], bool]:

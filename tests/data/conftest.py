@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def make_config(tmp_path):
     """Returns f(sources, **changes of the data section) -> Config; `batch`, `steps` and `eval_sets` are known too."""
 
     def make(sources=None, batch=8, steps=100, eval_sets=None, model_vocab=None, **data) -> schema.Config:
-        data = {"sequence_length": 16, "vocab_size": 1000, "eos_id": 0, "pad_id": 1} | data
+        data: dict[str, Any] = {"sequence_length": 16, "vocab_size": 1000, "eos_id": 0, "pad_id": 1} | data
         sources = {name: source if isinstance(source, schema.SourceConfig) else schema.SourceConfig(paths=tuple(source))
                    for name, source in (sources or {}).items()}
         return schema.Config(

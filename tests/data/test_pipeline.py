@@ -274,6 +274,7 @@ def test_fingerprint_is_the_same_in_numpy_and_on_every_mesh(open_batches):
         for kind in (AxisType.Explicit, AxisType.Auto):
             sharding = mesh_sharding(*shape, kind=kind)
             batch = next(open_batches(sharding))
+            assert isinstance(sharding.mesh, jax.sharding.Mesh)
             with jax.set_mesh(sharding.mesh):
                 on_device = jax.jit(fingerprint)(batch)
             assert on_device.dtype == jnp.uint32

@@ -184,8 +184,9 @@ def test_prepared_folder_supplies_everything(make_config, prepared):
     assert (data.vocab_size, data.eos_id, data.pad_id, data.dtype) == (512, 1, 2, np.uint16)
     assert [part.source for part in data.parts] == ["code", "prose"]
     assert set(data.eval_sets) == {"code", "prose"}
+    assert data.token_bytes is not None
     assert data.token_bytes.shape == (512,)
-    assert Path(data.tokenizer).is_file()
+    assert Path(data.tokenizer or "").is_file()
 
 
 def test_sources_of_a_prepared_folder_can_be_weighted(make_config, prepared, write_tokens):

@@ -33,6 +33,7 @@ def main(port: str, rank: str, out: str, *files: str) -> None:
     result: dict = {"rows": batches._rows.tolist(), "fingerprints": [], "tokens": []}
     for _ in range(4):
         batch = next(batches)
+        assert isinstance(batch.tokens_BT, jax.Array)
         shards = sorted(batch.tokens_BT.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         result["tokens"].append(np.concatenate([shard.data for shard in shards]).tolist())
         result["fingerprints"].append(int(jax.jit(fingerprint)(batch)))
