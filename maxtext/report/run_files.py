@@ -1,15 +1,20 @@
-"""Reading metrics.jsonl: one JSON object a line, {"step": n, "metric name": number, ...}, in ascending steps.
+"""Reading a run directory: metrics.jsonl and config.yml.
 
-JSON has no NaN or infinity, so these stand as the strings "NaN", "Infinity" and "-Infinity" (as in proto3's JSON):
-every JSON reader accepts the file, and float(...), Number(...) and pandas.to_numeric give the number back.
+metrics.jsonl has one JSON object a line, {"step": n, "metric name": number, ...}, in ascending steps. JSON has no NaN
+or infinity, so these stand as the strings "NaN", "Infinity" and "-Infinity" (as in proto3's JSON): every JSON reader
+accepts the file, and float(...), Number(...) and pandas.to_numeric give the number back.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import re
 from typing import Any
+
+import yaml
 
 Record = dict[str, Any]  # metric -> number, and step -> int
 
@@ -72,3 +77,63 @@ def last_step(run_dir: str) -> int:
             if reach >= size:
                 return -1
             reach *= 8
+
+
+class ReportError(ValueError):
+    """The run directory holds nothing that a report can be made of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+    """What a run directory holds: one record a step in ascending steps, and the resolved config."""
+
+    folder: str
+    records: list[Record]
+    config_text: str  # empty when there is no config.yml
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("run_name") or os.path.basename(os.path.abspath(self.folder)))
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric, where it was recorded and is finite."""
+        pairs = [(int(r["step"]), float(r[metric])) for r in self.records if math.isfinite(r.get(metric, math.nan))]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def eval_sets(self, kind: str) -> list[str]:
+        """Names of the held-out sets that have the metric `eval/lm/<set>/<kind>`, in the order of their recording."""
+        names = dict.fromkeys(name for record in self.records for name in record
+                              if name.startswith("eval/lm/") and name.endswith(f"/{kind}"))
+        return [name[len("eval/lm/"):-len(kind) - 1] for name in names]
+
+
+def read_run(run_dir: str) -> RunFiles:
+    """Read metrics.jsonl and config.yml of a run directory.
+
+    Raises ReportError when there is no metrics.jsonl, when it is damaged, or when no step is in it yet.
+    """
+    path = os.path.join(run_dir, "metrics.jsonl")
+    if not os.path.isfile(path):
+        raise ReportError(f"{path} does not exist; give the folder of a run, <output_dir>/<run_name>, "
+                          "that has trained for at least one update")
+    try:
+        records = read_metrics(path)
+    except ValueError as error:
+        raise ReportError(str(error)) from None
+    merged: dict[int, Record] = {}
+    for record in records:
+        merged.setdefault(record["step"], {}).update(record)
+    if not merged:
+        raise ReportError(f"{path} holds no step yet; train for at least one update, then run "
+                          f"`maxtext report {run_dir}` again")
+    try:
+        with open(os.path.join(run_dir, "config.yml"), encoding="utf-8") as file:
+            text = file.read()
+        tree = yaml.safe_load(text)
+    except FileNotFoundError:
+        text, tree = "", {}
+    except yaml.YAMLError as error:
+        tree = {}
+        text = f"# config.yml is not YAML: {error}\n{text}"
+    return RunFiles(run_dir, [merged[step] for step in sorted(merged)], text, tree if isinstance(tree, dict) else {})

@@ -1,0 +1,174 @@
+"""The report page: one HTML file with everything inside, readable without network, scripts or a wide screen."""
+
+from __future__ import annotations
+
+import datetime
+import html
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxtext.report.chart import Curve, chart
+from maxtext.report.curves import short
+from maxtext.report.run_files import RunFiles
+
+_HERE = Path(__file__).parent
+_AVERAGES = ("macro", "micro")
+
+
+def render(run: RunFiles) -> str:
+    """Return the whole page of a run."""
+    sections = [_header(run), _tiles(run), f'<div class="charts">{"".join(charts(run))}</div>', _held_out(run),
+                _config(run)]
+    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.name)}</title>\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<style>\n{(_HERE / 'page.css').read_text()}</style></head>\n<body>\n{chr(10).join(sections)}\n"
+            f"<script>\n{(_HERE / 'page.js').read_text()}</script>\n</body></html>\n")
+
+
+def charts(run: RunFiles) -> list[str]:
+    """Return the charts of whatever the run recorded."""
+    skipped = [step for step, value in zip(*run.series("optim/step skipped"), strict=True) if value]
+    rates = [Curve(f"group {i}", *run.series(f"optim/LR (group {i})")) for i in (0, 1)]
+    if rates[0].ys == rates[1].ys:
+        rates = [Curve("learning rate", rates[0].xs, rates[0].ys)]
+    held_out = [chart(title, [Curve(name, *run.series(f"eval/lm/{name}/{kind}"), dots=True)
+                              for name in _domains(run, kind)], note=note)
+                for kind, title, note in (("BPB", "Held-out bits per byte", "per domain"),
+                                          ("CE loss", "Held-out loss", "per domain, nats per token"))]
+    found = [
+        chart("Training loss", [Curve("cross-entropy", *run.series("train/CE loss"), smoothed=True)],
+              note="nats per token", wide=True),
+        *held_out,
+        chart("Learning rate", rates, from_zero=True),
+        chart("Gradient norm", [Curve("before clipping", *run.series("optim/total grad norm"), smoothed=True)],
+              marks=skipped, mark_name="skipped updates", log=True),
+        chart("Throughput", [Curve("tokens/s", *tokens_per_second(run), smoothed=True)], note="all devices",
+              from_zero=True),
+        chart("Waiting for data", [Curve("% of the update", *run.series("throughput/device/data loading (%)"),
+                                         smoothed=True)], from_zero=True),
+    ]
+    return [figure for figure in found if figure]
+
+
+def tokens_per_second(run: RunFiles) -> tuple[list[int], list[float]]:
+    """Tokens per second over all devices, of each update."""
+    pairs = [(r["step"], r["throughput/total tokens"] / r["step"] / r["time/step (s)"]) for r in run.records
+             if r["step"] > 0 and r.get("time/step (s)") and r.get("throughput/total tokens")]
+    if not pairs:
+        return run.series("throughput/device/TPS")
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _domains(run: RunFiles, kind: str) -> list[str]:
+    """Held-out sets without the averages over them."""
+    return [name for name in run.eval_sets(kind) if name not in _AVERAGES]
+
+
+def _header(run: RunFiles) -> str:
+    first, last = (_date(run.records[i].get("time/unix (s)")) for i in (0, -1))
+    dates = f"{first} to {last}" if first and last else ""
+    planned = _get(run, "train", "steps")
+    step = run.records[-1]["step"]
+    state = f"update {step:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")
+    if isinstance(planned, int) and step >= planned:
+        state = f"complete, {planned:,} updates"
+    lines = [str(run.config.get("description") or ""), " · ".join(part for part in (state, dates) if part)]
+    text = "".join(f"<p{' class=soft' if i else ''}>{html.escape(line)}</p>" for i, line in enumerate(lines) if line)
+    return f"<header><h1>{html.escape(run.name)}</h1>{text}</header>"
+
+
+def _tiles(run: RunFiles) -> str:
+    tiles = []
+    steps, losses = run.series("train/CE loss")
+    if losses:
+        best = min(range(len(losses)), key=losses.__getitem__)
+        lowest = f"lowest {losses[best]:.3f} at {steps[best]:,}"
+        tiles.append(("training loss, last update", f"{losses[-1]:.3f}", lowest))
+    domains = _domains(run, "BPB")
+    for name in domains if len(domains) <= 3 else run.eval_sets("BPB")[len(domains):]:
+        values = run.series(f"eval/lm/{name}/BPB")[1]
+        if values:
+            tiles.append((f"bits per byte, {name}", f"{values[-1]:.3f}", _change(values)))
+    _, tokens = run.series("throughput/total tokens")
+    if tokens:
+        tiles.append(("training tokens", short(tokens[-1]), f"{int(tokens[-1]):,}"))
+    _, rates = tokens_per_second(run)
+    if rates:
+        tiles.append(("tokens/s, median", short(statistics.median(rates)), "all devices"))
+    timed = ("time/step (s)", "time/compile (s)", "time/checkpoint (s)", "throughput/in-loop eval time (s)")
+    seconds = sum(sum(run.series(name)[1]) for name in timed)
+    if seconds:
+        tiles.append(("time at work", _hours(seconds), "updates, evaluations, saves"))
+    _, parameters = run.series("model/parameters")
+    if parameters:
+        tiles.append(("parameters", short(parameters[-1]), f"{int(parameters[-1]):,}"))
+    skipped = int(sum(run.series("optim/step skipped")[1]))
+    if skipped:
+        tiles.append(("updates skipped", f"{skipped:,}", "outliers in loss or gradient norm"))
+    cells = (f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
+             f"<span>{html.escape(detail)}</span></div>" for label, value, detail in tiles)
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _held_out(run: RunFiles) -> str:
+    """A table of every held-out set at its first, best and last evaluation."""
+    rows = []
+    for name in run.eval_sets("CE loss"):
+        steps, losses = run.series(f"eval/lm/{name}/CE loss")
+        if not losses:
+            continue
+        best = min(range(len(losses)), key=losses.__getitem__)
+        bits, perplexities = (run.series(f"eval/lm/{name}/{kind}")[1] for kind in ("BPB", "PPL"))
+        tokens = run.series(f"eval/lm/{name}/tokens")[1]
+        rows.append([name, f"{losses[0]:.3f}", f"{losses[best]:.3f} at {steps[best]:,}", f"{losses[-1]:.3f}",
+                     f"{perplexities[-1]:,.2f}" if perplexities else "", f"{bits[0]:.3f}" if bits else "",
+                     f"{bits[-1]:.3f}" if bits else "", _change(bits) if bits else "",
+                     f"{int(tokens[-1]):,}" if tokens else ""])
+    if not rows:
+        return ""
+    head = ["held-out set", "loss, first", "best", "last", "perplexity", "bits/byte, first", "last", "change", "tokens"]
+    body = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in rows)
+    table = f"<table><tr>{_cells(head, 'th')}</tr>{body}</table>"
+    return f'<section><h2>Held-out evaluation</h2><div class="scroll">{table}</div></section>'
+
+
+def _config(run: RunFiles) -> str:
+    if not run.config_text:
+        return "<section><h2>Config</h2><p class=soft>This run has no config.yml.</p></section>"
+    lines = []
+    for line in run.config_text.splitlines():
+        text, mark, origin = line.partition("  # ")
+        lines.append(html.escape(text) + (f"<em>{html.escape(mark + origin)}</em>" if mark else ""))
+    text = "\n".join(lines)
+    return ("<section><details><summary>Config, with the origin of each value</summary>"
+            f"<pre>{text}</pre></details></section>")
+
+
+def _cells(values: Sequence[str], tag: str) -> str:
+    return "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values)
+
+
+def _change(values: Sequence[float]) -> str:
+    if len(values) < 2 or not values[0]:
+        return "one evaluation"
+    return f"{100 * (values[-1] / values[0] - 1):+.1f}% from {values[0]:.3f}"
+
+
+def _hours(seconds: float) -> str:
+    minutes = seconds / 60
+    if minutes < 2:
+        return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
+    return f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _date(seconds: float | None) -> str:
+    if not seconds:
+        return ""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _get(run: RunFiles, section: str, key: str) -> Any:
+    part = run.config.get(section)
+    return part.get(key) if isinstance(part, dict) else None
