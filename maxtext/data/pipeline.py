@@ -147,7 +147,8 @@ class Batches(Iterator[Batch]):
         if self._sharding.is_fully_addressable:
             return jax.device_put(local_RT, self._sharding)
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # devices of this process only
             wanted = np.arange(self._shape[0])[index[0]]
             return local_RT[(np.searchsorted(self._rows, wanted), *index[1:])]
 

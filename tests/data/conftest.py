@@ -18,8 +18,8 @@ TEXT = Path(__file__).resolve().parents[1] / "fixtures" / "text"
 def make_config(tmp_path):
     """Returns f(sources, **changes of the data section) -> Config; `batch`, `steps` and `eval_sets` are known too."""
 
-    def make(sources=None, batch=8, steps=100, eval_sets=None, model_vocab=None, **data) -> schema.Config:
-        data: dict[str, Any] = {"sequence_length": 16, "vocab_size": 1000, "eos_id": 0, "pad_id": 1} | data
+    def make(sources=None, batch=8, steps=100, eval_sets=None, model_vocab=None, **changes) -> schema.Config:
+        data: dict[str, Any] = {"sequence_length": 16, "vocab_size": 1000, "eos_id": 0, "pad_id": 1} | changes
         sources = {name: source if isinstance(source, schema.SourceConfig) else schema.SourceConfig(paths=tuple(source))
                    for name, source in (sources or {}).items()}
         return schema.Config(
