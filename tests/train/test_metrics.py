@@ -83,7 +83,9 @@ def test_a_second_write_of_a_step_is_merged_into_its_line(tmp_path):
     writer.write(1, {"a": 0.1234567})
     writer.write(2, {"a": 0.1234567, "b": 1})
     writer.write(2, {"a": 5, "c": 2})
-    writer.write(2, {"a": 0.1})
+    writer.write(2, {"a": 0.1234567})
+    writer.write(2, {"a": 0.1})  # a shorter line than before leaves nothing of the longer one
+    assert lines(tmp_path)[-1] == b""
     writer.write(3, {"a": 1})
     writer.close()
     records = [{k: v for k, v in r.items() if k != "time/unix (s)"}
@@ -205,13 +207,13 @@ def test_a_full_disk_stops_no_training_and_warns_once(tmp_path, capsys, monkeypa
     real = os.pwrite
 
     def full(file, data, offset):
-        real(file, data[:20], offset)  # what fits
-        raise OSError(28, "No space left on device")
+        return real(file, data[:20], offset)  # what fits
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         writer.write(2, {"a": 1.0})
         writer.write(3, {"a": 1.0})
+    assert lines(tmp_path)[1:] == [b""], "no half line stays"
     error = capsys.readouterr().err
     assert error.count("warning:") == 1
     assert "No space left on device" in error
