@@ -6,6 +6,7 @@ save, skips a step that exists already and checks no stored byte. See `manifest`
 
 import contextlib
 import dataclasses
+import glob
 import logging
 import os
 import shutil
@@ -212,7 +213,7 @@ class Checkpoints:
                 log.warning("step %d is saved after a rewind: %s was set aside as %s", job.step, entry.name, aside)
         manifest.commit(job.step_dir)
         try:
-            _remove(manifest.leftovers(job.step_dir, job.arrays))
+            self._clean_unfinished()
             self._prune([entry.step for entry in before if entry.step is not None and entry.step < job.step], job.step)
         except OSError as error:
             log.error("step %d is saved, but an old one could not be deleted: %s", job.step, error)
@@ -236,21 +237,11 @@ class Checkpoints:
         self._saving_step = None
         with contextlib.suppress(Exception):
             self._orbax.close()
-        if jax.process_index() == 0 and os.path.isdir(job.step_dir):
-            with contextlib.suppress(OSError):
-                self._clean(job.step_dir)
-
-    def _clean(self, step_dir: str) -> None:
-        """Remove all but what a valid manifest names; the directory too when nothing is left."""
-        try:
-            keep = manifest.read(step_dir).arrays
-        except (OSError, Damaged):
-            keep = None
-            if os.path.exists(os.path.join(step_dir, manifest.NAME)):
-                return  # damaged, not unfinished: kept for people
-        _remove(manifest.leftovers(step_dir, keep))
-        if not os.listdir(step_dir):
-            os.rmdir(step_dir)
+        # The marker stays: Orbax's other threads may still write, and that must not pass for a copy of a step. The next
+        # save that succeeds, or the next start, removes the rest.
+        if jax.process_index() == 0 and job.arrays:
+            written = glob.escape(os.path.join(job.step_dir, job.arrays))
+            _remove([*glob.glob(written), *glob.glob(f"{written}.*")], tolerant=True)
 
     def _prepare(self) -> None:
         """Make the directory, see that it can be written, and remove what killed saves left."""
@@ -266,15 +257,21 @@ class Checkpoints:
                 f"the checkpoint directory {self.directory} is not writable; set output_dir to a "
                 "place that you may write"
             )
+        self._clean_unfinished()
+
+    def _clean_unfinished(self) -> None:
+        """Remove what saves and deletions that were killed, or that failed, left behind."""
         for entry in manifest.scan(self.directory):
             path = self._path(entry.name)
             if entry.status == "deleted":
                 _remove([path])
             elif entry.status == "unfinished":
                 log.warning("removed %s: %s", path, entry.reason)
-                self._clean(path)
-            elif entry.status == "good":
-                self._clean(path)
+                _remove(manifest.leftovers(path, None))
+                if not os.listdir(path):
+                    os.rmdir(path)
+            elif entry.manifest is not None:
+                _remove(manifest.leftovers(path, entry.manifest.arrays))
 
     def _set_aside(self, name: str, why: str) -> str:
         """Rename a step's directory to the first free `<name>.<why>-N`; returns the new name."""
@@ -403,9 +400,10 @@ def _versions() -> dict[str, str]:
     return {"maxtext": maxtext.__version__, "jax": jax.__version__, "orbax": metadata.version("orbax-checkpoint")}
 
 
-def _remove(paths: list[str]) -> None:
+def _remove(paths: list[str], tolerant: bool = False) -> None:
+    """Remove files and whole directories; `tolerant` of what cannot be removed now."""
     for path in paths:
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=tolerant)
         else:
             os.remove(path)

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 FORMAT = 1
@@ -300,13 +300,13 @@ def _classify(directory: str, name: str) -> Entry | None:
 
 
 def leftovers(step_dir: str, keep: str | None) -> list[str]:
-    """Paths in a step's directory that earlier attempts left; `keep` is the arrays directory that counts."""
-    names: Iterable[str] = os.listdir(step_dir)
-    return [
-        os.path.join(step_dir, name)
-        for name in names
-        if name == MARKER or (ARRAYS_DIR.fullmatch(name) and name != keep)
-    ]
+    """Paths in a step's directory that earlier attempts left; `keep` is the arrays directory that counts.
+
+    The marker comes last, so that a removal that is killed half-way can be taken up again.
+    """
+    names = os.listdir(step_dir)
+    arrays = [name for name in names if ARRAYS_DIR.fullmatch(name) and name != keep]
+    return [os.path.join(step_dir, name) for name in (*arrays, *({MARKER} & {*names}))]
 
 
 def next_attempt(step_dir: str) -> int:

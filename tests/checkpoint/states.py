@@ -73,10 +73,10 @@ def make_state(mesh: Mesh, seed: int = 0, width: int = 32) -> State:
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.device_put(jax.random.key(seed), leaf.sharding)
+            return jax.jit(lambda: jax.random.key(seed), out_shardings=leaf.sharding)()
         bits = rng.integers(0, 256, math.prod(leaf.shape) * leaf.dtype.itemsize, np.uint8)
         host = bits.view(leaf.dtype).reshape(leaf.shape) if leaf.dtype != np.bool_ else bits.reshape(leaf.shape) < 128
-        return jax.device_put(host, leaf.sharding)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])
 
     return jax.tree.map(fill, abstract(mesh, width))
 
