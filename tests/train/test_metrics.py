@@ -85,7 +85,7 @@ def test_a_second_write_of_a_step_is_merged_into_its_line(tmp_path):
     writer.write(2, {"a": 5, "c": 2})
     writer.write(2, {"a": 0.1234567})
     writer.write(2, {"a": 0.1})  # a shorter line than before leaves nothing of the longer one
-    assert lines(tmp_path)[-1] == b""
+    assert len(lines(tmp_path)) == 3
     writer.write(3, {"a": 1})
     writer.close()
     records = [{k: v for k, v in r.items() if k != "time/unix (s)"}
