@@ -4,6 +4,7 @@ Orbax's CheckpointManager is not used: it lists any directory with a number for 
 save, skips a step that exists already and checks no stored byte. See `manifest` for the layout on disk.
 """
 
+import concurrent.futures.thread
 import contextlib
 import dataclasses
 import glob
@@ -11,6 +12,7 @@ import logging
 import os
 import shutil
 import threading
+import weakref
 from importlib import metadata
 from typing import Any
 
@@ -60,8 +62,8 @@ class Checkpoints:
       config_text: the resolved config as text; it is stored with every step.
       writer: False for a reader (evaluation, conversion): nothing on disk is created, renamed or removed.
 
-    Close it in a `finally` (or use contextlib.closing): a program that ends without, while a save is under way, loses
-    that save, because Python's executors and threads, which Orbax needs, stop before the save does.
+    Close it in a `finally` (or use contextlib.closing). A program that ends without, while a save is under way, waits
+    for it too, except on early Python 3.12, where no thread can start by then and the save is lost with an error.
     A writer removes what killed saves left behind when it is made. Only one writer may use a directory at a time.
     In a job of several processes all of them make the same calls; process 0 alone renames, deletes and commits.
     Raises CheckpointError when the directory cannot be used.
@@ -78,6 +80,10 @@ class Checkpoints:
         self._failure: CheckpointError | None = None
         self._told: set[str] = set()
         self._tried: set[str] = set()
+        # Python's public hooks run too late for a last save: the executors that Orbax needs have stopped by then. This
+        # one runs before they stop, because hooks run last in, first out and theirs stands already.
+        assert concurrent.futures.thread
+        threading._register_atexit(_join_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         if writer and jax.process_index() == 0:
             self._prepare()
 
@@ -380,6 +386,11 @@ class Checkpoints:
                 raise Damaged(f"leaf {name} does not have the fingerprint that it was saved with")
         state = jax.tree.unflatten(treedef, [restored[name] for name in wanted])
         return Restored(found.step, state, found.extra, found.config_text)
+
+
+def _join_at_exit(checkpoints: "weakref.ref[Checkpoints]") -> None:
+    if (alive := checkpoints()) is not None:
+        alive._join()
 
 
 def _begin(step_dir: str) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 

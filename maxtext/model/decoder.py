@@ -18,6 +18,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext.config.schema import ModelConfig, RematConfig
 from maxtext.model.attention import Attention, attention, attention_params
@@ -100,14 +101,18 @@ def init_decoder(cfg: ModelConfig, key: jax.Array) -> Decoder:
     (OLMo-core nn/transformer/init.py, `InitMethod.normal`).
     """
 
-    def draw(p: Param, name: str) -> jax.Array:
-        if p.init == "ones":
-            return jnp.ones(p.shape, jnp.float32, out_sharding=spec(*p.dims))
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return cfg.init_std * jax.random.truncated_normal(own, -3.0, 3.0, p.shape, out_sharding=spec(*p.dims))
-
     declared = decoder_params(cfg)
-    return jax.tree.map(draw, declared, leaf_names(declared), is_leaf=is_param)
+    return jax.tree.map(lambda p, name: _draw(key, np.uint32(zlib.crc32(name.encode())), p, cfg.init_std), declared,
+                        leaf_names(declared), is_leaf=is_param)
+
+
+@functools.partial(jax.jit, static_argnames=("p", "std"))
+def _draw(key: jax.Array, name: np.uint32, p: Param, std: float) -> jax.Array:
+    """One array; a program of its own, so that arrays of one shape share a compilation."""
+    if p.init == "ones":
+        return jnp.ones(p.shape, jnp.float32, out_sharding=spec(*p.dims))
+    own = jax.random.fold_in(key, name)
+    return std * jax.random.truncated_normal(own, -3.0, 3.0, p.shape, out_sharding=spec(*p.dims))
 
 
 def abstract_decoder(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Decoder:

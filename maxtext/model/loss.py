@@ -28,7 +28,7 @@ def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_B
       (loss to differentiate, its parts without multipliers), float32 scalars.
     """
 
-    def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):  # noqa: ANN202
+    def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         return cross_entropy(x_ND, w_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), cfg.train.z_loss,
                              cfg.train.loss_chunk_tokens, AXES)

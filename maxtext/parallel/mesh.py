@@ -43,7 +43,7 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def abstract_mesh(cfg: Config, n_devices: int) -> jax.sharding.AbstractMesh:
-    """The same mesh without devices, for shapes, shardings and memory estimates. Raises MeshError as `make_mesh` does."""
+    """The same mesh without devices, for shapes and shardings. Raises MeshError as `make_mesh` does."""
     problems = mesh_problems(cfg, n_devices)
     if problems:
         raise MeshError("\n".join(f"{key}: {message}" for key, message in problems))

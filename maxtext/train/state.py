@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.config.schema import Config
 from maxtext.model.decoder import Decoder, decoder_params, init_decoder, leaf_names
@@ -33,7 +33,8 @@ def init_state(cfg: Config) -> TrainState:
     """The state before the first update, on the current mesh; a pure function of the config's seed."""
     key = jax.random.key(cfg.seed)
     params = init_decoder(cfg.model, key)
-    return TrainState(jnp.int32(0), params, optimizer_of(cfg).init(params), jax.random.key_data(key))
+    optimizer = jax.jit(optimizer_of(cfg).init)(params)
+    return TrainState(jnp.int32(0), params, optimizer, jax.random.key_data(key))
 
 
 def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
@@ -41,5 +42,10 @@ def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(lambda: init_state(cfg))
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec)), shapes
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, _spec(x))), shapes
     )
+
+
+def _spec(x: jax.ShapeDtypeStruct) -> PartitionSpec:
+    """The partition spec of an abstract array; one that carries no sharding is replicated."""
+    return PartitionSpec() if x.sharding is None else x.sharding.spec

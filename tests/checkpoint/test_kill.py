@@ -47,7 +47,7 @@ points = {{
 }}
 for module, name, when, matches in points[point]:
     kill_around(module, name, when, matches)
-checkpoints = manager.Checkpoints(directory, config(keep_last=2))
+checkpoints = manager.Checkpoints(directory, config(keep_last=1))
 print("ready", flush=True)
 step = 0
 while True:
@@ -66,7 +66,7 @@ def start(directory: Path, point: str, how: str = "") -> subprocess.Popen:
 
 def check(directory: Path, step: int, seed: int) -> None:
     """The next start restores `step`, whose arrays are those of `seed`, and nothing half-done is left on disk."""
-    checkpoints = Checkpoints(str(directory), config(keep_last=2))
+    checkpoints = Checkpoints(str(directory), config(keep_last=1))
     restored = checkpoints.restore(abstract(make_mesh(4, 2), WIDTH))
     checkpoints.close()
     assert restored.step == step
@@ -111,7 +111,7 @@ def test_killed_at_a_random_moment(tmp_path: Path, seed: int):
     saved = max([1, *(int(line.split()[1]) for line in lines if line.startswith("saved ") and line.endswith("\n"))])
     child.wait(timeout=60)
     child.stdout.close()
-    checkpoints = Checkpoints(str(tmp_path), config(keep_last=2))
+    checkpoints = Checkpoints(str(tmp_path), config(keep_last=1))
     newest = checkpoints.latest()
     checkpoints.close()
     assert newest in (saved, saved + 1), "a step that was reported as saved is there"

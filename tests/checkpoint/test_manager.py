@@ -315,9 +315,9 @@ def test_a_program_that_fails_while_a_save_is_under_way(tmp_path: Path, how: str
     assert "RuntimeError: the step failed" in done.stderr
     checkpoints = Checkpoints(str(tmp_path), config())
     step = checkpoints.restore({"x": jax.ShapeDtypeStruct((1_000_000,), jnp.int32)}).step
-    if how == "closed":
+    if how == "closed" or sys.version_info < (3, 12):
         assert step == 2
-    elif step == 1:
+    elif step == 1:  # no thread can start once the main one has ended
         assert "step 2 was not saved to" in done.stderr, "what is lost is said"
         assert os.listdir(tmp_path) == ["step_00000001"]
     checkpoints.close()

@@ -24,7 +24,7 @@ def update(cfg, shape, counts=COUNTS, updates=1):
     """Metrics and weights after some updates on the same batch."""
     mesh = mesh_of(shape)
     with jax.set_mesh(mesh):
-        state, step = jax.jit(lambda: init_state(cfg))(), compile_train_step(cfg)
+        state, step = init_state(cfg), compile_train_step(cfg)
         for _ in range(updates):
             state, metrics = step(state, place(random_batch(cfg, counts=counts), mesh))
         return {k: v.item() for k, v in metrics.items()}, jax.tree.map(np.asarray, state)
@@ -86,7 +86,7 @@ def test_the_state_keeps_its_declared_shapes_and_shardings():
     cfg, mesh = config(), mesh_of((2, 2, 2))
     declared = abstract_state(cfg, mesh)
     with jax.set_mesh(mesh):
-        state = jax.jit(lambda: init_state(cfg))()
+        state = init_state(cfg)
         after, _ = compile_train_step(cfg)(state, place(random_batch(cfg), mesh))
     for want, got in zip(jax.tree.leaves(declared), jax.tree.leaves(after), strict=True):
         assert (want.shape, want.dtype) == (got.shape, got.dtype)

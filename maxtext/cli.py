@@ -1,0 +1,165 @@
+"""The command line: `maxtext train | config | data | checkpoint | report`. A verb imports what it needs.
+
+Exit codes: 0 done, or stopped cleanly; 2 a mistake in what was asked for (config, data, devices, saved state);
+3 training failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxtext.config.schema import Config
+
+USAGE = """usage: maxtext VERB ...
+
+verbs
+  train CONFIG [key=value ...] [--dry-run]   train, or continue, a run
+  config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
+  data prepare [...]                         text to a tokenizer and token files
+  checkpoint ls | verify RUN                 what is saved, and whether it is whole
+  report RUN                                 write report.html and loss.png of a run
+
+`maxtext VERB --help` says more. `python train.py` is `maxtext train`.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    verbs: dict[str, Callable[[list[str]], int]] = {
+        "train": train, "config": _config, "data": _data, "checkpoint": _checkpoint, "report": _report,
+    }
+    if argv[0] not in verbs:
+        import difflib
+
+        near = difflib.get_close_matches(argv[0], verbs, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"maxtext: unknown verb {argv[0]!r}{hint} The verbs are {', '.join(verbs)}.", file=sys.stderr)
+        return 2
+    return verbs[argv[0]](argv[1:])
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """`python train.py CONFIG [key=value ...]`."""
+    from maxtext.config.load import CONFIGS, ConfigError, find_config, list_configs, load_with_origins
+    from maxtext.config.show import print_problems
+
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train, or continue, the run that a YAML describes. Without arguments: list the configs.",
+    )
+    parser.add_argument("config", nargs="?", help="a YAML, or its name in configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=3e-4 train.steps=1000")
+    parser.add_argument("--dry-run", action="store_true", help="print what the run would be; allocate nothing")
+    parser.add_argument("--devices", type=int, metavar="N", help="with --dry-run: plan for N devices")
+    args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
+    if args.config is None:
+        rows = list_configs(CONFIGS)
+        width = max((len(name) for name, _ in rows), default=0)
+        print("usage: python train.py CONFIG [key=value ...] [--dry-run]\n\nconfigs:")
+        print("\n".join(f"  {name:<{width}}  {description}".rstrip() for name, description in rows))
+        return 0
+    try:
+        cfg, origins = load_with_origins(find_config(args.config), args.overrides)
+    except ConfigError as error:
+        return print_problems(error)
+    if args.devices is not None and not args.dry_run:
+        parser.error("--devices only goes with --dry-run; a run uses every device of the machine")
+    return _dry_run(cfg, args.devices) if args.dry_run else _run(cfg, origins)
+
+
+def _dry_run(cfg: Config, n_devices: int | None) -> int:
+    from maxtext.config.validate import mesh_problems, resolve_mesh
+    from maxtext.train.console import Console
+    from maxtext.train.summary import device_rows, model_rows, run_rows
+
+    sizes = (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tensor)
+    if n_devices is None and -1 in sizes:
+        import jax
+
+        n_devices, kind = jax.device_count(), jax.devices()[0].device_kind
+    else:
+        product = sizes[0] * sizes[1] * sizes[2]
+        n_devices, kind = (product if n_devices is None else n_devices), "planned"
+    problems = mesh_problems(cfg, n_devices)
+    if problems:
+        return _mistake("\n".join(f"{key}: {message}" for key, message in problems))
+    shape = dict(zip(("data", "fsdp", "tensor"), resolve_mesh(cfg.mesh, n_devices), strict=True))
+    rows = model_rows(cfg) + run_rows(cfg) + device_rows(cfg, shape, kind)
+    Console().table(f"Dry run of {cfg.run_name}: nothing is allocated, read or written", rows)
+    return 0
+
+
+def _run(cfg: Config, origins: dict[str, str]) -> int:
+    from maxtext.parallel.runtime import prepare_runtime
+
+    prepare_runtime()
+    from maxtext.checkpoint.manager import CheckpointError
+    from maxtext.data import DataError
+    from maxtext.parallel.mesh import MeshError
+    from maxtext.train.loop import TrainingError, train
+    from maxtext.train.resume import ResumeError
+
+    try:
+        outcome = train(cfg, origins)
+    except (DataError, MeshError, CheckpointError, ResumeError) as error:
+        return _mistake(error)
+    except TrainingError as error:
+        print(f"training stopped: {error}", file=sys.stderr)
+        return 3
+    if cfg.log.report and outcome.trained:
+        _write_report(cfg.run_dir)
+    return 0
+
+
+def _write_report(run_dir: str) -> None:
+    """A report that fails is a warning: the run itself is done and saved."""
+    from maxtext.report.write import ReportError, write_report
+
+    try:
+        print("report:", *write_report(run_dir))
+    except (ReportError, OSError) as error:
+        print(f"warning: no report was written: {error}", file=sys.stderr)
+
+
+def _mistake(error: object) -> int:
+    print(error, file=sys.stderr)
+    return 2
+
+
+def _config(argv: list[str]) -> int:
+    from maxtext.config.show import run
+
+    return run(argv)
+
+
+def _data(argv: list[str]) -> int:
+    if argv[:1] != ["prepare"]:
+        print("usage: maxtext data prepare [...]; see maxtext data prepare --help", file=sys.stderr)
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    from maxtext.data.prepare import run
+
+    return run(argv[1:])
+
+
+def _checkpoint(argv: list[str]) -> int:
+    from maxtext.checkpoint.inspect import run
+
+    return run(argv)
+
+
+def _report(argv: list[str]) -> int:
+    from maxtext.report.write import run
+
+    return run(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""The training run: one readable loop from a config to a trained, evaluated, saved model.
+
+Metrics of an update are read after the next one is dispatched, so the device never waits for the host; those of an
+update that is followed by a save, an evaluation or the end are read at once.
+
+A save comes before the evaluation of the same update and carries that update's metrics. So whenever a run is cut off,
+its continuation can write the line that is missing from metrics.jsonl, with its evaluation, before it goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from maxtext.checkpoint.manager import Checkpoints
+from maxtext.config.load import to_yaml
+from maxtext.config.schema import Config
+from maxtext.data.batch import Batch
+from maxtext.data.pipeline import make_batches
+from maxtext.data.tokens import ResolvedData, resolve
+from maxtext.eval.perplexity import Evaluator
+from maxtext.model.cost import count_params, flops_per_token, peak_flops
+from maxtext.parallel.mesh import make_mesh
+from maxtext.parallel.sharding import sharding
+from maxtext.train.console import Console, host_memory_gib
+from maxtext.train.metrics import MetricsWriter, last_step
+from maxtext.train.resume import check_same_run
+from maxtext.train.state import TrainState, abstract_state, init_state
+from maxtext.train.step import StepMetrics, compile_train_step
+from maxtext.train.stop import Stopper
+from maxtext.train.summary import start_summary
+
+Record = dict[str, float]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says what happened and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Where a run stands when `train` returns."""
+
+    step: int
+    stopped_by: str | None = None  # None: the run is complete
+    trained: bool = True  # False: it was complete before, and nothing was done
+
+
+def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[jax.Device] | None = None) -> Outcome:
+    """Trains to the last update, or until the time budget is spent or SIGTERM or SIGINT arrives.
+
+    A run directory that holds a checkpoint is continued from the newest good one; a complete run is left as it is.
+
+    Args:
+      cfg: the run.
+      origins: where each value came from, for the config that is written into the run directory.
+      devices: to train on; all by default.
+
+    Raises:
+      DataError, MeshError, CheckpointError, ResumeError: for what is wrong with data, devices or saved state.
+      TrainingError: when the loss is not finite.
+    """
+    started = time.monotonic()
+    console = Console(primary=jax.process_index() == 0)
+    config_text = to_yaml(cfg, origins)
+    checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text)
+    newest = checkpoints.latest()
+    if newest is not None:
+        check_same_run(cfg, checkpoints.config_text(newest), newest, console.note)
+        if newest >= cfg.train.steps and last_step(cfg.run_dir) >= newest:
+            console.note(f"{cfg.run_dir} is complete: it stands at update {newest} of {cfg.train.steps}. To go on, "
+                         f"raise train.steps; to start anew, choose another run_name.")
+            return Outcome(newest, trained=False)
+    mesh = make_mesh(cfg, devices)
+    with Stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
+        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, console)
+        try:
+            return run.loop(stopper)
+        finally:
+            run.close()
+
+
+class Run:
+    """The live objects of a run, and the few things that are done with them between updates."""
+
+    def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
+                 console: Console) -> None:
+        """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
+        self.cfg, self.mesh, self.checkpoints, self.console = cfg, mesh, checkpoints, console
+        self.batches = make_batches(cfg, data, sharding(mesh, "batch", None))
+        self.step, self.record = 0, Record()
+        restored = checkpoints.restore(abstract_state(cfg, mesh))
+        if restored is None:
+            self.state: TrainState = init_state(cfg)
+        else:
+            self.state, self.step, self.record = restored.state, restored.step, dict(restored.extra["record"])
+            self.batches.set_state(restored.extra["data"])
+            console.note(f"resuming {cfg.run_dir} from update {self.step} of {cfg.train.steps}")
+        os.makedirs(cfg.run_dir, exist_ok=True)
+        if jax.process_index() == 0:
+            with open(os.path.join(cfg.run_dir, "config.yml"), "w") as file:
+                file.write(config_text)
+        self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=self.step, primary=jax.process_index() == 0)
+        self.evaluator = Evaluator(cfg, data, mesh) if cfg.eval.every is not None and data.eval_sets else None
+        self.clock = Clock()
+        console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, self.batches.describe(), data.eval_sets))
+
+    def loop(self, stopper: Stopper) -> Outcome:
+        cfg = self.cfg
+        self._write_what_is_missing()
+        step_fn = self._compile() if self.step < cfg.train.steps else None
+        unread: tuple[int, StepMetrics, float] | None = None
+        stopped_by = stopper.reason()
+        while step_fn is not None and self.step < cfg.train.steps and not stopped_by:
+            batch = next(self.batches)
+            self.state, metrics = step_fn(self.state, batch)
+            self.step += 1
+            previous, unread = unread, (self.step, metrics, self.batches.last_wait_seconds)
+            if previous is not None:
+                self._write(previous[0], self._read(*previous))
+            stopped_by = stopper.reason()
+            save, evaluate = self._due(cfg.checkpoint.every), self._due(cfg.eval.every, cfg.eval.at_end)
+            if save or evaluate or stopped_by:
+                self.record, unread = self._read(*unread), None
+                if save or stopped_by:
+                    self._save(wait=bool(stopped_by))
+                if evaluate:
+                    self.record |= self._evaluate()
+                self._write(self.step, self.record)
+        self.checkpoints.wait()
+        if stopped_by and self.step < cfg.train.steps:
+            self.console.note(f"stopped by {stopped_by} after update {self.step} of {cfg.train.steps}; it is saved, and "
+                              f"the same command continues from there")
+            return Outcome(self.step, stopped_by)
+        self.console.note(f"{cfg.run_dir} is complete: update {self.step} of {cfg.train.steps}")
+        return Outcome(self.step)
+
+    def close(self) -> None:
+        self.batches.close()
+        self.writer.close()
+        self.checkpoints.close()
+        self.console.close()
+
+    def _due(self, every: int | None, at_end: bool = True) -> bool:
+        return (at_end and self.step == self.cfg.train.steps) or (every is not None and self.step % every == 0)
+
+    def _compile(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+        """Compiles the step once, ahead of the first batch, so that no later call can compile again unnoticed."""
+        self.clock.lap()
+        with self.clock.apart("compile"):
+            shape = (self.cfg.train.global_batch, self.cfg.data.sequence_length)
+            placement = sharding(self.mesh, "batch", None)
+            ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement)
+            weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placement)
+            return compile_train_step(self.cfg).lower(self.state, Batch(ids, ids, weights)).compile()
+
+    def _write_what_is_missing(self) -> None:
+        """Before the first update: the initial evaluation, or the line of the restored update if it was cut off."""
+        if last_step(self.cfg.run_dir) >= self.step:
+            return
+        if self.step == 0:
+            self.record = {"model/parameters": count_params(self.cfg.model)}
+            if self.cfg.eval.at_start:
+                self.record |= self._evaluate()
+            if self.cfg.checkpoint.save_at_start:
+                self._save(wait=False)
+        elif self._due(self.cfg.eval.every, self.cfg.eval.at_end):
+            self.record |= self._evaluate()
+        self._write(self.step, self.record)
+
+    def _read(self, step: int, metrics: StepMetrics, wait_seconds: float) -> Record:
+        """Waits for an update and turns its metrics into OLMo-core's names."""
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        seconds = self.clock.lap()
+        if not math.isfinite(values["cross_entropy"]):
+            raise TrainingError(self._not_finite(step, values))
+        return step_record(self.cfg, step, values, seconds, wait_seconds, self.mesh)
+
+    def _not_finite(self, step: int, values: dict[str, float]) -> str:
+        newest = self.checkpoints.latest()
+        back = "no checkpoint was saved before" if newest is None else f"the newest checkpoint is of update {newest}"
+        return (f"the loss of update {step} is {values['cross_entropy']} (grad norm {values['grad_norm']}); nothing "
+                f"was saved after it and {back}. Lower optim.lr or raise schedule.warmup_steps, look at the batch of "
+                f"update {step}, or go back by removing the newest checkpoints in {self.cfg.run_dir}/checkpoints.")
+
+    def _save(self, wait: bool) -> None:
+        with self.clock.apart("checkpoint"):
+            extra = {"data": self.batches.get_state(), "record": self.record, "seed": self.cfg.seed}
+            self.checkpoints.save(self.step, self.state, extra)
+            if wait:
+                self.checkpoints.wait()
+
+    def _evaluate(self) -> Record:
+        if self.evaluator is None:
+            return Record()
+        with self.clock.apart("eval"):
+            began = time.perf_counter()
+            scores = self.evaluator(self.state.params)
+        seconds = time.perf_counter() - began
+        self.console.evaluation(self.step, scores, seconds)
+        return scores | {"throughput/in-loop eval time (s)": seconds}
+
+    def _write(self, step: int, record: Record) -> None:
+        self.writer.write(step, record | self.clock.take_apart())
+        if "train/CE loss" in record and (step % self.cfg.log.every == 0 or step == self.cfg.train.steps):
+            self.console.step(step, self.cfg.train.steps, record)
+
+
+class Clock:
+    """Seconds of each update, with compilation, evaluation and saving counted apart."""
+
+    def __init__(self) -> None:
+        self._mark = time.perf_counter()
+        self._apart: dict[str, float] = {}
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Counts what runs inside under `name` and not as part of an update."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self._mark += spent
+            self._apart[name] = self._apart.get(name, 0.0) + spent
+
+    def lap(self) -> float:
+        """Seconds since the last lap, without what was counted apart."""
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        return seconds
+
+    def take_apart(self) -> Record:
+        """What was counted apart since the last call, as metrics."""
+        apart, self._apart = self._apart, {}
+        return {f"time/{name} (s)": seconds for name, seconds in apart.items()}
+
+
+def step_record(cfg: Config, step: int, values: dict[str, float], seconds: float, wait_seconds: float,
+                mesh: Mesh) -> Record:
+    """The metrics of one update under OLMo-core's names; seconds are of this update alone."""
+    devices = mesh.size
+    per_device = cfg.batch_tokens / seconds / devices
+    record = {
+        "train/CE loss": values["cross_entropy"],
+        "train/Z loss": values["squared_log_z"] * cfg.train.z_loss,
+        "train/Z loss unscaled": values["squared_log_z"],
+        "train/masked labels (%)": 1 - values["targets"] / cfg.batch_tokens,
+        "optim/total grad norm": values["grad_norm"],
+        "optim/LR (group 0)": values["learning_rate"],
+        "optim/LR (group 1)": values["learning_rate"],
+        "optim/step skipped": values["skipped"],
+        "throughput/device/TPS": per_device,
+        "throughput/device/data loading (s)": wait_seconds,
+        "throughput/device/data loading (%)": 100 * wait_seconds / seconds,
+        "throughput/total tokens": step * cfg.batch_tokens,
+        "data/fingerprint": values["fingerprint"],
+        "time/step (s)": seconds,
+        "memory/host (GiB)": host_memory_gib(),
+    }
+    if values["cross_entropy"] < 10:  # as the reference: a larger one says nothing
+        record["train/PPL"] = math.exp(values["cross_entropy"])
+    peak = peak_flops(mesh.devices.flat[0].device_kind)
+    if peak is not None:
+        flops = flops_per_token(cfg.model, cfg.data.sequence_length)
+        record["throughput/device/MFU"] = 100 * per_device * flops / peak
+    return record

@@ -1,0 +1,73 @@
+"""What may change between a run and its continuation."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from maxtext.config.load import load
+from maxtext.config.schema import Config
+
+# A change of one of these would make the continuation another model or another data order.
+FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.skip.window", "schedule.kind")
+FREE = ("data.prefetch", "data.workers")
+QUIET = ("description", "output_dir", "run_name", "mesh.", "checkpoint.", "eval.", "log.", "train.steps",
+         "train.max_seconds", "train.remat.", "train.loss_chunk_tokens", "train.gradient_accumulation_steps")
+
+
+class ResumeError(ValueError):
+    """The config at hand is not the one that the saved run was made with."""
+
+
+def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str], None]) -> None:
+    """Compares a config with that of the checkpoint it is about to continue.
+
+    Changes of the mesh, of logging, evaluation, saving and of how long to train are free. Other changes that a
+    continuation can honour, such as the learning rate, are noted.
+
+    Args:
+      saved_text: the resolved config in the checkpoint.
+      step: of the checkpoint.
+      note: called with one line for each noted change.
+
+    Raises:
+      ResumeError: when the model, the data or the batch differ.
+    """
+    saved = _load_text(saved_text)
+    before, now = flatten(saved), flatten(cfg)
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    refused = [key for key in changed if key.startswith(FIXED) and not key.startswith(FREE)]
+    if refused:
+        lines = [f"  {key}: {before.get(key)!r} when update {step} was saved, {now.get(key)!r} now" for key in refused]
+        raise ResumeError("\n".join([
+            f"{cfg.run_dir} was made with another config, so it cannot be continued with this one:", *lines,
+            "give back the old values, or start a new run with another run_name",
+        ]))
+    for key in changed:
+        if not key.startswith(QUIET):
+            note(f"{key} changes from {before.get(key)!r} to {now.get(key)!r} after update {step}")
+    if saved.schedule_steps != cfg.schedule_steps:
+        note(f"the learning-rate schedule now ends at update {cfg.schedule_steps} instead of {saved.schedule_steps} "
+             f"(set schedule.total_steps to keep it while train.steps changes)")
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """A config as {dotted key: value}."""
+    if dataclasses.is_dataclass(node):
+        items = [(f.name, getattr(node, f.name)) for f in dataclasses.fields(node)]
+    elif isinstance(node, dict):
+        items = list(node.items())
+    else:
+        return {prefix[:-1]: node}
+    return {key: value for name, item in items for key, value in flatten(item, f"{prefix}{name}.").items()}
+
+
+def _load_text(text: str) -> Config:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "config.yml")
+        with open(path, "w") as file:
+            file.write(text)
+        return load(path)

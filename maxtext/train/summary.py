@@ -1,0 +1,89 @@
+"""What a run is, in a few lines: shown at the start and by a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from maxtext.config.schema import Config
+from maxtext.model.cost import STATE_BYTES, count_non_embedding, count_params, flops_per_token, memory_per_device
+from maxtext.model.decoder import segments
+from maxtext.train.schedule import learning_rate
+
+Rows = list[tuple[str, str]]
+
+
+def model_rows(cfg: Config) -> Rows:
+    """The architecture, its parameters and its FLOPs."""
+    m = cfg.model
+    layers = " + ".join(
+        f"{s.repeats} x [{', '.join('full' if w is None else f'window {w}' for w in s.windows)}]" for s in segments(m)
+    )
+    heads = f"{m.n_heads} heads of {m.head_width}" + (f", {m.kv_heads} key/value heads" if m.n_kv_heads else "")
+    flops = flops_per_token(m, cfg.data.sequence_length)
+    return [
+        ("model", f"{m.n_layers} layers, width {m.d_model}, {heads}, feed-forward {m.d_ff}, "
+                  f"vocabulary {m.vocab_size:,}"),
+        ("layers", layers),
+        ("parameters", f"{count_params(m):,} ({count_non_embedding(m):,} without the embedding)"),
+        ("FLOPs", f"{flops / 1e9:,.3f} GFLOP/token at sequence {cfg.data.sequence_length:,}; "
+                  f"{flops * cfg.batch_tokens * cfg.train.steps:.3g} FLOP in all"),
+    ]
+
+
+def run_rows(cfg: Config) -> Rows:
+    """Batch, tokens and schedule."""
+    t, s = cfg.train, cfg.schedule
+    split = f" in {t.gradient_accumulation_steps} micro-batches" if t.gradient_accumulation_steps > 1 else ""
+    steps = sorted({1, max(1, s.warmup_steps), max(1, t.steps // 2), t.steps})
+    rates = ", ".join(f"{learning_rate(cfg, step):.4g} at {step:,}" for step in steps)
+    return [
+        ("batch", f"{t.global_batch:,} sequences x {cfg.data.sequence_length:,} = {cfg.batch_tokens:,} tokens{split}"),
+        ("updates", f"{t.steps:,} updates, {t.steps * cfg.batch_tokens:,} tokens"),
+        ("schedule", f"{s.kind}, warm-up {s.warmup_steps:,}, ends at {cfg.schedule_steps:,}; lr {rates}"),
+        ("precision", f"compute {t.compute_dtype}, weights and moments float32"),
+    ]
+
+
+def data_rows(description: Mapping[str, Any], sets: Collection[str]) -> Rows:
+    """Sources and epochs, from `Batches.describe()`, and the held-out sets."""
+    sources = ", ".join(
+        f"{name} {source['share']:.1%} ({source['tokens']:,} tokens in {source['files']} files)"
+        for name, source in description["sources"].items()
+    )
+    return [
+        ("data", f"{sources}; {description['epochs']:.2f} epochs of {description['batches_per_epoch']:,} batches"),
+        ("held out", ", ".join(sets) or "none"),
+    ]
+
+
+def start_summary(cfg: Config, mesh: Mesh, description: Mapping[str, Any], sets: Collection[str]) -> Rows:
+    """All that a person should know before the first update."""
+    kind = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    return model_rows(cfg) + data_rows(description, sets) + run_rows(cfg) + device_rows(cfg, dict(mesh.shape), kind)
+
+
+def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str) -> Rows:
+    """Mesh, estimated memory on one device, and checkpoint size."""
+    memory = memory_per_device(cfg, dict(mesh_shape))
+    parts = ("weights", "moments", "gradients", "activations", "logits")
+    split = ", ".join(f"{part} {_bytes(getattr(memory, part))}" for part in parts)
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh_shape.items())
+    every = "only at the end" if cfg.checkpoint.every is None else f"every {cfg.checkpoint.every:,} updates"
+    kept = "all kept" if cfg.checkpoint.keep_last is None else f"last {cfg.checkpoint.keep_last} kept"
+    return [
+        ("mesh", f"{axes} ({kind})"),
+        ("memory", f"about {_bytes(memory.total)} a device: {split}"),
+        ("checkpoint", f"{_bytes(STATE_BYTES * count_params(cfg.model))} each, {every}, {kept}"),
+        ("outputs", cfg.run_dir),
+    ]
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.1f} TiB"

@@ -1,0 +1,97 @@
+"""The fused head and cross-entropy against log_softmax, in value and gradient, on one device and split over meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.kernels.cross_entropy import Axes, Losses, cross_entropy, token_nll
+from maxtext.parallel.sharding import per_device, sharding
+from tests.tiny import MESHES, mesh_of
+
+TOKENS, WIDTH, VOCAB = 48, 16, 64
+
+
+def arguments(seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((TOKENS, WIDTH), dtype=np.float32)
+    w = rng.standard_normal((WIDTH, VOCAB), dtype=np.float32)
+    targets = rng.integers(0, VOCAB, TOKENS, dtype=np.int32)
+    weights = rng.random(TOKENS, dtype=np.float32) * (rng.random(TOKENS) > 0.3)
+    return x, w, targets, (weights / weights.sum()).astype(np.float32)
+
+
+def plain(x, w, targets, weights, z_loss):
+    logits = x @ w
+    log_z = jax.nn.logsumexp(logits, -1)
+    nll = log_z - jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
+    return (weights * (nll + z_loss * log_z**2)).sum(), Losses((weights * nll).sum(), (weights * log_z**2).sum())
+
+
+def exact(z_loss):
+    x, w, targets, weights = arguments()
+    with jax.enable_x64(True):
+        double = [a.astype(np.float64) for a in (x, w)]
+        return jax.value_and_grad(lambda x, w: plain(x, w, targets, weights.astype(np.float64), z_loss),
+                                  argnums=(0, 1), has_aux=True)(*double)
+
+
+def check(got, expected, tolerance=2e-6):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 48, 1000])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_value_and_gradient(chunk, z_loss):
+    x, w, targets, weights = arguments()
+    got = jax.value_and_grad(lambda x, w: cross_entropy(x, w, targets, weights, z_loss, chunk, Axes()),
+                             argnums=(0, 1), has_aux=True)(x, w)
+    check(got, exact(z_loss))
+
+
+def test_the_gradient_scales_with_the_cotangent():
+    x, w, targets, weights = arguments()
+    def loss(x, scale):
+        return scale * cross_entropy(x, w, targets, weights, 0.0, 16, Axes())[0]
+    np.testing.assert_allclose(jax.grad(loss)(x, 3.0), 3 * jax.grad(loss)(x, 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_split_over_a_mesh(shape):
+    axes = Axes(tokens=("data", "fsdp"), width="fsdp", vocab="tensor")
+    dims = (("batch", None), ("embed", "vocab"), ("batch",), ("batch",))
+    mesh = mesh_of(shape)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, sharding(mesh, *d)) for a, d in zip(arguments(), dims, strict=True)]
+        fused = per_device(lambda *args: cross_entropy(*args, 1e-2, 4, axes), dims, ((), Losses((), ())))
+        got = jax.jit(jax.value_and_grad(lambda x, w, t, c: fused(x, w, t, c), argnums=(0, 1), has_aux=True))(*placed)
+        nll = jax.jit(per_device(lambda x, w, t: token_nll(x, w, t, 5, axes), dims[:3], dims[2]))(*placed[:3])
+    check(got, exact(1e-2))
+    x, w, targets, _ = arguments()
+    expected = [-float(jax.nn.log_softmax(x[i] @ w)[targets[i]]) for i in range(TOKENS)]
+    np.testing.assert_allclose(nll, expected, rtol=1e-5)
+
+
+def test_logits_far_from_zero_do_not_overflow():
+    x, w, targets, weights = arguments()
+    total, _ = cross_entropy(1e3 * x, w, targets, weights, 0.0, 16, Axes())
+    np.testing.assert_allclose(total, plain(1e3 * x, w, targets, weights, 0.0)[0], rtol=1e-5)
+
+
+def test_bfloat16_logits_are_rounded_before_the_loss():
+    """As the reference: a bfloat16 matmul, then float32."""
+    x, w, targets, weights = arguments()
+    logits = (jnp.asarray(x, jnp.bfloat16) @ jnp.asarray(w, jnp.bfloat16)).astype(jnp.float32)
+    log_probs = jax.nn.log_softmax(logits)
+    expected = -(weights * log_probs[np.arange(TOKENS), targets]).sum()
+    total, _ = cross_entropy(jnp.asarray(x, jnp.bfloat16), w, targets, weights, 0.0, 16, Axes())
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
+
+
+def test_the_logits_of_all_tokens_never_exist():
+    shapes = ((4096, 8), "f4"), ((8, 4096), "f4"), ((4096,), "i4"), ((4096,), "f4")
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    step = jax.jit(jax.grad(lambda x, w, t, c: cross_entropy(x, w, t, c, 1e-5, 128, Axes())[0], argnums=(0, 1)))
+    memory = step.lower(*args).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.25 * 4096 * 4096 * 4

@@ -1,0 +1,68 @@
+"""Parameter and FLOP counts against OLMo-core's own (oracles/model_sizes.json), and the memory estimate."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxtext.config.schema import ModelConfig, RematConfig
+from maxtext.model.cost import (
+    count_non_embedding,
+    count_params,
+    flops_per_token,
+    memory_per_device,
+    peak_flops,
+)
+from maxtext.train.state import abstract_state
+from tests.tiny import mesh_of, tiny_config
+
+SIZES = json.loads((Path(__file__).parents[1] / "oracles" / "model_sizes.json").read_text())
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_equals_the_reference(name):
+    size = SIZES[name]
+    model = ModelConfig(vocab_size=100352, d_model=size["d_model"], n_layers=size["n_layers"], n_heads=size["n_heads"],
+                        n_kv_heads=size["n_kv_heads"], d_ff=size["ffn"], window=4096,
+                        layer_pattern=("window", "window", "window", "full"))
+    assert list(model.layer_windows) == [4096 if kind == "w" else None for kind in size["layers"]]
+    assert count_params(model) == size["params"]
+    assert count_non_embedding(model) == size["non_embedding"]
+    for length, flops in size["flops_per_token"].items():
+        assert flops_per_token(model, int(length)) == flops
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])
+def test_state_bytes_are_those_of_the_state(shape):
+    cfg, mesh = tiny_config(), mesh_of(shape)
+    state = abstract_state(cfg, mesh)
+
+    def bytes_of(tree):
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    memory = memory_per_device(cfg, dict(mesh.shape))
+    assert memory.weights == bytes_of(state.params)
+    assert memory.moments == bytes_of((state.optimizer.mu, state.optimizer.nu))
+
+
+def test_remat_orders_activation_memory():
+    def activations(**remat):
+        cfg = tiny_config(remat=RematConfig(**remat))
+        return memory_per_device(cfg, {"data": 1, "fsdp": 1, "tensor": 1}).activations
+
+    assert activations(mode="full") < activations(mode="names", save=("qkv",)) < activations(mode="none")
+
+
+def test_half_the_width_and_half_the_batch_halve_activations():
+    one = memory_per_device(tiny_config(), {"data": 1, "fsdp": 1, "tensor": 1})
+    two = memory_per_device(tiny_config(), {"data": 2, "fsdp": 1, "tensor": 1})
+    assert two.activations * 2 == one.activations
+    bf16 = memory_per_device(tiny_config(compute_dtype="bfloat16"), {"data": 1, "fsdp": 1, "tensor": 1})
+    assert bf16.activations * 2 == one.activations
+
+
+def test_an_unknown_device_has_no_peak():
+    assert peak_flops("cpu") is None
+    assert peak_flops("TPU v5p") == 459e12
