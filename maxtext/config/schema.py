@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-NormPlacement = Literal["post"]
-QkNorm = Literal["projection"]
+NormPlacement = Literal["post", "pre"]
+QkNorm = Literal["projection", "none"]
+RopeScalingKind = Literal["none", "yarn"]
+Packing = Literal["chunk", "best_fit"]
+EvalRows = Literal["whole", "truncated"]
 LayerKind = Literal["window", "full"]
 Dtype = Literal["float32", "bfloat16"]
 RematMode = Literal["none", "full", "names"]
@@ -42,6 +45,18 @@ def field(doc: str, default: Any = dataclasses.MISSING, also: tuple[str, ...] = 
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScalingConfig:
+    """Stretching of rotary frequencies to longer contexts. It applies to full-attention layers only."""
+
+    kind: RopeScalingKind = field("none, or yarn (Peng et al. 2023).", "none", also=("rope_type",))
+    factor: float = field("New context length over the old.", 8.0, minimum=1)
+    original_length: int = field("Context length of the model before, in tokens.", 8192,
+                                 also=("old_context_len", "original_max_position_embeddings"), minimum=1)
+    beta_fast: float = field("Rotations over the old context above which a frequency is left alone.", 32.0, above=0)
+    beta_slow: float = field("Rotations over the old context below which a frequency is divided by factor.", 1.0, above=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The architecture. A decoder is described by these choices alone; code never looks at a model's name."""
 
@@ -61,11 +76,14 @@ class ModelConfig:
     window: int | None = field("Tokens that a window layer sees, itself included.", None, also=("sliding_window",),
                                minimum=1)
     norm_placement: NormPlacement = field(
-        "Where the block norms stand: post = on the output of each branch, inside the residual (OLMo 2 and 3).", "post")
-    qk_norm: QkNorm = field("QK-norm: projection = one RMS statistic over all heads, before the head split.",
+        "Where the block norms stand: post = on the output of each branch, inside the residual (OLMo 2 and 3); pre = on "
+        "its input (Llama).", "post")
+    qk_norm: QkNorm = field("QK-norm: projection = one RMS statistic over all heads, before the head split; or none.",
                             "projection")
+    tie_embeddings: bool = field("Whether the LM head is the embedding table.", False, also=("tie_word_embeddings",))
     norm_eps: float = field("Epsilon of every RMSNorm.", 1e-6, also=("rms_norm_eps",), above=0)
     rope_theta: float = field("Base of the rotary position embedding.", 500000.0, above=0)
+    rope_scaling: RopeScalingConfig = field("Stretching to long contexts.", RopeScalingConfig)
     init_std: float = field("Standard deviation of the normal that is cut at 3 of them to draw initial weights.", 0.02,
                             above=0)
 

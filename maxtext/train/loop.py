@@ -137,8 +137,8 @@ class Run:
                 self._write(self.step, self.record)
         self.checkpoints.wait()
         if stopped_by and self.step < cfg.train.steps:
-            self.console.note(f"stopped by {stopped_by} after update {self.step} of {cfg.train.steps}; it is saved, and "
-                              f"the same command continues from there")
+            self.console.note(f"stopped by {stopped_by} after update {self.step} of {cfg.train.steps}; all is saved, "
+                              f"and the same command continues from there")
             return Outcome(self.step, stopped_by)
         self.console.note(f"{cfg.run_dir} is complete: update {self.step} of {cfg.train.steps}")
         return Outcome(self.step)
