@@ -139,7 +139,7 @@ def tree_sums(state: PyTree) -> dict[str, tuple[jax.Array, jax.Array, jax.Array]
 def fetch_sums(sums: dict[str, tuple[jax.Array, jax.Array, jax.Array]]) -> dict[str, tuple[int, int, int]]:
     """The values of `tree_sums` as Python ints."""
     host = jax.device_get(sums)
-    return {name: tuple(map(int, host[name])) for name in sums}
+    return {name: (int(host[name][0]), int(host[name][1]), int(host[name][2])) for name in sums}
 
 
 def fingerprint_numpy(x: np.ndarray, word: int = WORD) -> tuple[int, int]:

@@ -258,7 +258,8 @@ class Checkpoints:
                 f"cannot make the checkpoint directory {self.directory}: {error.strerror}; set "
                 "output_dir to a place that you may write"
             ) from None
-        if not os.access(self.directory, os.W_OK | os.X_OK):
+        effective = os.access in os.supports_effective_ids
+        if not os.access(self.directory, os.W_OK | os.X_OK, effective_ids=effective):
             raise CheckpointError(
                 f"the checkpoint directory {self.directory} is not writable; set output_dir to a "
                 "place that you may write"

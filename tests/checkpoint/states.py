@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from maxtext.checkpoint.manager import Restored
 from maxtext.config.schema import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +91,12 @@ def host_bits(tree: Any) -> list[bytes]:
 
 def config(**changes: Any) -> CheckpointConfig:
     return dataclasses.replace(CheckpointConfig(keep_last=None), **changes)
+
+
+def found(restored: Restored | None) -> Restored:
+    """What `restore` returned, which must be a checkpoint."""
+    assert restored is not None
+    return restored
 
 
 def child_environment() -> dict[str, str]:

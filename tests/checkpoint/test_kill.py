@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from maxtext.checkpoint.manager import Checkpoints
-from tests.checkpoint.states import abstract, child_environment, config, host_bits, make_mesh, make_state
+from tests.checkpoint.states import abstract, child_environment, config, found, host_bits, make_mesh, make_state
 
 WIDTH = 128
 # Saves steps 1, 2, 3 ... with seed = step; at the named point of the save of step 3 the process kills itself.
@@ -42,6 +42,7 @@ points = {{
     "begun": [(manager, "_begin", "after", step_3)],
     "arrays written": [(manifest, "record_files", "before", step_3)],
     "manifest staged": [(manifest, "stage", "after", step_3)],
+    "committing": [(manifest, "commit", "before", step_3)],
     "committed": [(manifest, "commit", "after", step_3)],
     "deleting the old": [(manager.shutil, "rmtree", "before", doomed)],
 }}
@@ -67,7 +68,7 @@ def start(directory: Path, point: str, how: str = "") -> subprocess.Popen:
 def check(directory: Path, step: int, seed: int) -> None:
     """The next start restores `step`, whose arrays are those of `seed`, and nothing half-done is left on disk."""
     checkpoints = Checkpoints(str(directory), config(keep_last=1))
-    restored = checkpoints.restore(abstract(make_mesh(4, 2), WIDTH))
+    restored = found(checkpoints.restore(abstract(make_mesh(4, 2), WIDTH)))
     checkpoints.close()
     assert restored.step == step
     assert host_bits(restored.state) == host_bits(make_state(make_mesh(2), seed=seed, width=WIDTH))
@@ -83,9 +84,10 @@ def check(directory: Path, step: int, seed: int) -> None:
         ("begun", "", 2, 2),
         ("arrays written", "", 2, 2),
         ("manifest staged", "", 2, 2),
+        ("committing", "", 2, 2),
         ("committed", "", 3, 3),
         ("deleting the old", "", 3, 3),
-        ("manifest staged", "again", 2, 2),
+        ("committing", "again", 2, 2),
         ("committed", "again", 2, 3),
     ],
 )
@@ -102,6 +104,7 @@ def test_killed_at(tmp_path: Path, point: str, how: str, step: int, seed: int):
 def test_killed_at_a_random_moment(tmp_path: Path, seed: int):
     """Once at least one step is saved, at a time drawn over about two saves."""
     child = start(tmp_path, "never")
+    assert child.stdout is not None
     lines = iter(child.stdout.readline, "")
     for line in lines:
         if line.startswith("saved 1"):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from maxtext.checkpoint import manifest
 from maxtext.checkpoint.manager import CheckpointError, Checkpoints
-from tests.checkpoint.states import P, abstract, child_environment, config, host_bits, make_mesh, make_state
+from tests.checkpoint.states import P, abstract, child_environment, config, found, host_bits, make_mesh, make_state
 
 EXTRA = {"data": {"epoch": 2, "next": 17}, "rng": [1, 2], "note": "é", "seconds": 0.1}
 
@@ -40,8 +41,7 @@ def test_every_bit_comes_back(tmp_path: Path, mesh: jax.sharding.Mesh, asynchron
     checkpoints.close()
 
     again = Checkpoints(str(tmp_path / "a" / "b"), config())
-    restored = again.restore(abstract(mesh))
-    assert restored is not None
+    restored = found(again.restore(abstract(mesh)))
     assert (restored.step, restored.extra, restored.config_text) == (100, EXTRA, "lr: 1\n# é")
     assert (again.read_extra(100), again.config_text(100)) == (EXTRA, "lr: 1\n# é")
     assert jax.tree.structure(restored.state) == jax.tree.structure(state)
@@ -64,7 +64,7 @@ def test_restored_on_another_mesh(saved_on_8: str, fsdp: int, tensor: int):
     mesh = make_mesh(fsdp, tensor)
     checkpoints = Checkpoints(saved_on_8, config(), writer=False)
     with jax.set_mesh(mesh):
-        restored = checkpoints.restore(abstract(mesh))
+        restored = found(checkpoints.restore(abstract(mesh)))
     assert host_bits(restored.state) == host_bits(make_state(make_mesh(8)))
     for (path, want), got in zip(jax.tree_util.tree_leaves_with_path(abstract(mesh)), jax.tree.leaves(restored.state),
                                  strict=True):
@@ -87,7 +87,7 @@ def test_small_dtypes_empty_arrays_and_many_keys(tmp_path: Path, mesh: jax.shard
     checkpoints = Checkpoints(str(tmp_path), config(asynchronous=False))
     checkpoints.save(1, state, {})
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    restored = checkpoints.restore(target).state
+    restored = found(checkpoints.restore(target)).state
     assert host_bits(restored) == host_bits(state)
     assert restored["keys"].sharding == keys.sharding
     assert jax.random.key_impl(restored["keys"]) == jax.random.key_impl(keys)
@@ -98,7 +98,7 @@ def test_small_dtypes_empty_arrays_and_many_keys(tmp_path: Path, mesh: jax.shard
 def test_a_leaf_without_a_sharding_goes_to_the_first_device(saved_on_8: str):
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract(make_mesh(8)))
     checkpoints = Checkpoints(saved_on_8, config(), writer=False)
-    state = checkpoints.restore(target).state
+    state = found(checkpoints.restore(target)).state
     assert {device for leaf in jax.tree.leaves(state) for device in leaf.devices()} == {jax.devices()[0]}
     assert host_bits(state) == host_bits(make_state(make_mesh(8)))
     checkpoints.close()
@@ -133,7 +133,7 @@ def test_arrays_may_be_donated_right_after_save(tmp_path: Path, devices: int):
         checkpoints.save(step, state, {})
         jax.block_until_ready(overwrite(state))
         checkpoints.wait()
-        assert host_bits(checkpoints.restore(target, step).state) == expected
+        assert host_bits(found(checkpoints.restore(target, step)).state) == expected
     checkpoints.close()
 
 
@@ -188,7 +188,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path):
     checkpoints = Checkpoints(str(tmp_path), config(asynchronous=False))
     for value in (1, 2, 3):
         checkpoints.save(5, {"x": jnp.full(3, value)}, {"value": value})
-    restored = checkpoints.restore({"x": jax.ShapeDtypeStruct((3,), jnp.int32)})
+    restored = found(checkpoints.restore({"x": jax.ShapeDtypeStruct((3,), jnp.int32)}))
     assert (restored.state["x"].tolist(), restored.extra) == ([3, 3, 3], {"value": 3})
     assert sorted(os.listdir(tmp_path / "step_00000005")) == ["arrays-3", "manifest.json"], "no earlier attempt stays"
     checkpoints.close()
@@ -199,10 +199,10 @@ def test_saving_after_a_rewind_leaves_the_abandoned_branch(tmp_path: Path, caplo
     for step in (10, 20, 30):
         checkpoints.save(step, {"x": jnp.full(3, step)}, {})
     target = {"x": jax.ShapeDtypeStruct((3,), jnp.int32)}
-    assert checkpoints.restore(target, 20).step == 20
+    assert found(checkpoints.restore(target, 20)).step == 20
     checkpoints.save(25, {"x": jnp.full(3, 25)}, {})
     assert checkpoints.steps() == [20, 25]
-    assert checkpoints.restore(target).state["x"].tolist() == [25, 25, 25]
+    assert found(checkpoints.restore(target)).state["x"].tolist() == [25, 25, 25]
     assert "step_00000030 was set aside as step_00000030.superseded-1" in caplog.text
     assert (tmp_path / "step_00000030.superseded-1").is_dir()
     checkpoints.close()
@@ -255,7 +255,7 @@ def test_a_failed_save_is_reported_and_earlier_steps_stay(tmp_path: Path, caplog
     assert "step 2 was not saved" in str(checkpoints.failure)
     assert [r.levelno for r in caplog.records if "step 2 was not saved" in r.message] == [logging.ERROR]
     assert checkpoints.steps() == [1]
-    assert checkpoints.restore({"x": jax.ShapeDtypeStruct((3,), jnp.int32)}).step == 1
+    assert found(checkpoints.restore({"x": jax.ShapeDtypeStruct((3,), jnp.int32)})).step == 1
     checkpoints.save(3, state, {})
     checkpoints.wait()
     assert (checkpoints.failure, checkpoints.steps()) == (None, [3])
@@ -314,7 +314,7 @@ def test_a_program_that_fails_while_a_save_is_under_way(tmp_path: Path, how: str
     assert done.returncode == 1
     assert "RuntimeError: the step failed" in done.stderr
     checkpoints = Checkpoints(str(tmp_path), config())
-    step = checkpoints.restore({"x": jax.ShapeDtypeStruct((1_000_000,), jnp.int32)}).step
+    step = found(checkpoints.restore({"x": jax.ShapeDtypeStruct((1_000_000,), jnp.int32)})).step
     if how == "closed" or sys.version_info < (3, 12):
         assert step == 2
     elif step == 1:  # no thread can start once the main one has ended
@@ -331,12 +331,20 @@ def test_a_directory_that_cannot_be_used_is_one_clear_message(tmp_path: Path):
         Checkpoints("gs://bucket/x", config())
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_directory_is_refused_at_the_start(tmp_path: Path):
-    tmp_path.chmod(0o555)
-    with pytest.raises(CheckpointError, match="is not writable; set output_dir"):
-        Checkpoints(str(tmp_path), config())
-    tmp_path.chmod(0o755)
+def test_a_read_only_directory_is_refused_at_the_start():
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as directory:  # not tmp_path, into which only its owner may look
+        os.chmod(directory, 0o555)
+        try:
+            if user == 0:  # root may write everywhere: be nobody for a moment
+                os.seteuid(65534)
+            with pytest.raises(CheckpointError, match=f"{directory} is not writable; set output_dir"):
+                Checkpoints(directory, config())
+            with pytest.raises(CheckpointError, match=f"cannot make the .*{directory}/x: Permission denied; set"):
+                Checkpoints(f"{directory}/x", config())
+        finally:
+            os.seteuid(user)
+            os.chmod(directory, 0o755)
 
 
 def test_a_reader_changes_nothing(tmp_path: Path):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from maxtext.checkpoint.manager import Checkpoints
-from tests.checkpoint.states import abstract, child_environment, config, host_bits, make_mesh, make_state
+from tests.checkpoint.states import abstract, child_environment, config, found, host_bits, make_mesh, make_state
 from tests.checkpoint.test_damage import flip
 
 WORKER = """
@@ -58,7 +58,7 @@ def test_two_processes(tmp_path: Path):
     checkpoints = Checkpoints(str(tmp_path), config())
     assert checkpoints.steps() == [2, 3], "process 0 commits and deletes for both"
     for step in (2, 3):
-        restored = checkpoints.restore(abstract(make_mesh(2, 2)), step)
+        restored = found(checkpoints.restore(abstract(make_mesh(2, 2)), step))
         assert host_bits(restored.state) == host_bits(make_state(make_mesh(1), seed=step)), "read by one process"
     checkpoints.close()
     files = sorted(path for path in (tmp_path / "step_00000003").rglob("*") if path.is_file())
