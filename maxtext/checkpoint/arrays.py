@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from maxtext.checkpoint import integrity
+from maxtext.checkpoint import integrity, streamed
 from maxtext.checkpoint.manifest import CheckpointError, Leaf, Manifest
 
 PyTree = Any
@@ -58,6 +58,8 @@ class Orbax:
 
     def read(self, path: str, saved: dict[str, Leaf], wanted: dict[str, Any]) -> dict[str, jax.Array]:
         """Every leaf of `wanted` (jax.ShapeDtypeStruct by name) on its sharding, whatever mesh saved it."""
+        if streamed.is_streamed(path):
+            return streamed.read(path, wanted)
         arguments, arrays = {}, {}
         with contextlib.closing(self._checkpointer()) as reader:
             import orbax.checkpoint as ocp
@@ -83,6 +85,8 @@ class Orbax:
 
 def read_leaf(path: str, name: str) -> np.ndarray:
     """One stored leaf as a host array, whatever its size on other machines was split into."""
+    if streamed.is_streamed(path):
+        return streamed.read_leaf(path, name)
     import orbax.checkpoint as ocp
 
     # Orbax logs a page of warnings about sharing caches for every single leaf that is read alone.

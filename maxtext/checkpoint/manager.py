@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 import weakref
+from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 
 import maxtext
-from maxtext.checkpoint import arrays, integrity, manifest
+from maxtext.checkpoint import arrays, integrity, manifest, streamed
 from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry, Leaf, Manifest
 from maxtext.checkpoint.processes import all_agree, from_process_0
 from maxtext.config.schema import CheckpointConfig
@@ -158,6 +159,33 @@ class Checkpoints:
             self._saving.start()
         if not self._cfg.asynchronous:
             self.wait()
+
+    def save_streamed(self, step: int, leaves: dict[str, streamed.StreamedLeaf],
+                      pieces: Iterable[tuple[str, int | None, np.ndarray]], extra: dict[str, Any]) -> None:
+        """Save a state whose leaves come piece by piece from the host, so that no whole state is ever in memory.
+
+        Args:
+          leaves: every leaf by its dotted name.
+          pieces: (leaf, row of its first dim or None for the whole leaf, array); each exactly once, in any order.
+
+        Waits until the step is committed; of one process only. Raises CheckpointError as `wait` does.
+        """
+        assert self._writer and jax.process_count() == 1, "one process streams, into a directory opened for writing"
+        step_dir = self._path(manifest.step_name(_natural(step)))
+        described = {name: Leaf(leaf.shape, leaf.dtype, (0, 0)) for name, leaf in leaves.items()}
+        job = _Save(step, step_dir, described, {}, manifest.plain_json(extra))
+        self._join()
+        self._failure = None
+        try:
+            job = dataclasses.replace(job, arrays=manifest.arrays_name(_begin(step_dir)))
+            writer = streamed.Writer(os.path.join(step_dir, job.arrays), leaves)
+            for name, row, array in pieces:
+                writer.write(name, row, array)
+            writer.close()
+            self._commit(dataclasses.replace(job, sums=writer.sums))
+        except Exception as error:
+            self._failed(job, error)
+        self.wait()
 
     @property
     def failure(self) -> CheckpointError | None:
