@@ -18,7 +18,7 @@ from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.data.batch import Batch, make_batch
 from maxtext.data.order import GlobalOrder
-from maxtext.data.reader import InstanceReader, StepSource
+from maxtext.data.reader import InstanceReader, RowRules, Rows, StepSource
 from maxtext.data.tokens import ResolvedData
 
 STATE_VERSION = 1
@@ -41,7 +41,7 @@ class Batches(Iterator[Batch]):
                                   f"{cfg.output_dir}/data_order")
         self._reader = InstanceReader(resolved)
         self._rows = local_rows(sharding, self._shape)
-        self._source = StepSource(self._order, self._reader, self._rows)
+        self._source = StepSource(self._order, self._reader, self._rows, RowRules.of(cfg.data, resolved.eos_id))
         self._step = 0
         self._iterator: Any = None
         self.last_wait_seconds = 0.0
@@ -50,13 +50,22 @@ class Batches(Iterator[Batch]):
         begin = time.perf_counter()
         if self._iterator is None:
             self._iterator = self._open(self._step)
-        tokens = next(self._iterator)
+        rows: Rows = next(self._iterator)
         self.last_wait_seconds = time.perf_counter() - begin
         # Here and not in a worker, so that nothing unchecked can reach a device and the error has one form.
-        self._reader.check(tokens, self.instance_ids(self._step + 1)[self._rows])
+        self._reader.check(rows["tokens"], self.instance_ids(self._step + 1)[self._rows])
         self._step += 1
-        batch = make_batch(tokens)
+        batch = make_batch(rows["tokens"], rows.get("real"), rows.get("segments"), rows.get("rejected"))
         return batch if self._sharding is None else jax.tree.map(self._to_global, batch)
+
+    def abstract(self) -> Batch:
+        """The shapes, types and shardings of every batch, to compile from."""
+        def shaped(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding_of(len(shape)))
+
+        ids, data = shaped(self._shape, jnp.int32), self._cfg.data
+        return Batch(ids, ids, shaped(self._shape, jnp.float32), ids if data.document_masking else None,
+                     shaped(self._shape[:1], jnp.float32) if data.instance_filter.enabled else None)
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch, for JSON: the number of updates, and what they were counted in."""
@@ -141,18 +150,25 @@ class Batches(Iterator[Batch]):
             self._iterator.close()
             self._iterator = None
 
-    def _to_global(self, local_RT: np.ndarray) -> jax.Array:
-        """The global (B, T) array of which this process holds the rows self._rows."""
-        assert self._sharding is not None
-        if self._sharding.is_fully_addressable:
-            return jax.device_put(local_RT, self._sharding)
+    def _sharding_of(self, rank: int) -> jax.sharding.NamedSharding | None:
+        """The placement of an array of the batch: rows over the same devices whatever their rank."""
+        if self._sharding is None or rank == 2:
+            return self._sharding
+        return jax.sharding.NamedSharding(self._sharding.mesh, jax.sharding.PartitionSpec(*self._sharding.spec[:rank]))
+
+    def _to_global(self, local: np.ndarray) -> jax.Array:
+        """The global array, (B, T) or (B,), of which this process holds the rows self._rows."""
+        sharding = self._sharding_of(local.ndim)
+        assert sharding is not None
+        if sharding.is_fully_addressable:
+            return jax.device_put(local, sharding)
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # devices of this process only
             wanted = np.arange(self._shape[0])[index[0]]
-            return local_RT[(np.searchsorted(self._rows, wanted), *index[1:])]
+            return local[(np.searchsorted(self._rows, wanted), *index[1:])]
 
-        return jax.make_array_from_callback(self._shape, self._sharding, shard)
+        return jax.make_array_from_callback(self._shape[:local.ndim], sharding, shard)
 
 
 def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None = None) -> Batches:

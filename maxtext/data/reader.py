@@ -5,20 +5,50 @@ Shapes: T tokens of one instance, R rows of the global batch that a process need
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
+from maxtext.config.schema import DataConfig
+from maxtext.data.documents import segments, segments_of_lengths
 from maxtext.data.order import GlobalOrder
 from maxtext.data.preflight import check_ids, read_tokens
+from maxtext.data.repetition import RepetitionRule, repetitive
 from maxtext.data.tokens import ResolvedData
 
 # More steps than any run has; Grain slices its index lazily.
 ENDLESS = 1 << 40
+Rows = dict[str, np.ndarray]
+
+
+class Reader(Protocol):
+    """Reads instances by global id; small enough to be sent to worker processes."""
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Tokens of the instances `ids`, shape (len(ids), T), in the type of the files; padded where they are short.
+
+        Raises:
+          DataError: a file became shorter or unreadable.
+        """
+        ...
+
+    def lengths(self, ids: np.ndarray) -> Sequence[np.ndarray] | None:
+        """Lengths of the documents packed into each instance; None when instances are full and cut anywhere."""
+        ...
+
+    def check(self, tokens: np.ndarray, ids: np.ndarray) -> None:
+        """Refuses tokens of the instances `ids` that the vocabulary does not have.
+
+        Raises:
+          DataError: with file and byte offset.
+        """
+        ...
 
 
 class InstanceReader:
-    """Reads instances by global id; small enough to be sent to worker processes.
+    """Reads instances that are consecutive pieces of the files.
 
     Args:
       data: the resolved data.
@@ -32,23 +62,19 @@ class InstanceReader:
         self._vocab_size = data.vocab_size
 
     def read(self, ids: np.ndarray) -> np.ndarray:
-        """Tokens of the instances `ids`, shape (len(ids), T), in the type of the files.
-
-        Raises:
-          DataError: a file became shorter or unreadable.
-        """
+        """As `Reader.read`."""
         tokens = np.empty((len(ids), self._T), self._dtype)
         for row, instance in enumerate(ids):
             path, start = self.locate(int(instance))
             tokens[row] = read_tokens(path, self._dtype, start, self._T)
         return tokens
 
-    def check(self, tokens: np.ndarray, ids: np.ndarray) -> None:
-        """Refuses tokens of the instances `ids` that the vocabulary does not have.
+    def lengths(self, ids: np.ndarray) -> None:
+        """As `Reader.lengths`."""
+        return None
 
-        Raises:
-          DataError: with file and byte offset.
-        """
+    def check(self, tokens: np.ndarray, ids: np.ndarray) -> None:
+        """As `Reader.check`."""
         if tokens.size and int(tokens.max()) >= self._vocab_size:
             for row, instance in zip(tokens, ids, strict=True):
                 path, start = self.locate(int(instance))
@@ -61,14 +87,52 @@ class InstanceReader:
         return self._paths[part], (instance - before) * self._T
 
 
-class StepSource:
-    """What Grain indexes: element i holds the rows of update i+1 that this process needs, shape (R, T), raw ids."""
+@dataclasses.dataclass(frozen=True)
+class RowRules:
+    """What is worked out for each row beside its tokens.
 
-    def __init__(self, order: GlobalOrder, reader: InstanceReader, rows: np.ndarray):
-        self._order, self._reader, self._rows = order, reader, rows
+    Attributes:
+      eos_id: the id that ends a document.
+      segments: whether rows carry document numbers: True, or False for none.
+      boundaries_known: whether documents end where the reader says, and not only where eos_id stands.
+      repetition: rule of the instance filter, or None.
+    """
+
+    eos_id: int
+    segments: bool = False
+    boundaries_known: bool = False
+    repetition: RepetitionRule | None = None
+
+    @classmethod
+    def of(cls, data: DataConfig, eos_id: int) -> RowRules:
+        """The rules of a data section."""
+        rule = data.instance_filter
+        return cls(eos_id, data.document_masking, data.document_boundaries == "csv",
+                   RepetitionRule(rule.min_period, rule.max_period, rule.max_count) if rule.enabled else None)
+
+    def rows(self, tokens_RT: np.ndarray, lengths: Sequence[np.ndarray] | None) -> Rows:
+        """`tokens` and, by the rules, `real` (R,), `segments` (R, T) int32 and `rejected` (R,) bool."""
+        rows = {"tokens": tokens_RT}
+        if lengths is not None:
+            rows["real"] = np.array([documents.sum() for documents in lengths], np.int64)
+        if self.segments:
+            rows["segments"] = (segments_of_lengths(lengths, tokens_RT, self.eos_id)
+                                if lengths is not None and self.boundaries_known else segments(tokens_RT, self.eos_id))
+        if self.repetition is not None:
+            # On the padded row, as the reference does it.
+            rows["rejected"] = repetitive(tokens_RT, self.repetition)
+        return rows
+
+
+class StepSource:
+    """What Grain indexes: element i holds the rows of update i+1 that this process needs, with raw ids."""
+
+    def __init__(self, order: GlobalOrder, reader: Reader, rows: np.ndarray, rules: RowRules):
+        self._order, self._reader, self._rows, self._rules = order, reader, rows, rules
 
     def __len__(self) -> int:
         return ENDLESS
 
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return self._reader.read(self._order.instance_ids(int(index) + 1)[self._rows])
+    def __getitem__(self, index: Any) -> Rows:
+        ids = self._order.instance_ids(int(index) + 1)[self._rows]
+        return self._rules.rows(self._reader.read(ids), self._reader.lengths(ids))

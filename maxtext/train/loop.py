@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxtext.checkpoint.manager import Checkpoints
@@ -156,11 +155,7 @@ class Run:
         """Compiles the step once, ahead of the first batch, so that no later call can compile again unnoticed."""
         self.clock.lap()
         with self.clock.apart("compile"):
-            shape = (self.cfg.train.global_batch, self.cfg.data.sequence_length)
-            placement = sharding(self.mesh, "batch", None)
-            ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement)
-            weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placement)
-            return compile_train_step(self.cfg).lower(self.state, Batch(ids, ids, weights)).compile()
+            return compile_train_step(self.cfg).lower(self.state, self.batches.abstract()).compile()
 
     def _write_what_is_missing(self) -> None:
         """Before the first update: the initial evaluation, or the line of the restored update if it was cut off."""

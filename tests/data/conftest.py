@@ -1,6 +1,7 @@
 """Configs, token files and a prepared data set for the tests of maxtext.data."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,28 @@ def prepared(tmp_path_factory, text_options) -> Path:
     out = tmp_path_factory.mktemp("prepared") / "excerpt"
     prepare(text_options(out))
     return out
+
+
+INSTANCES = Path(__file__).resolve().parents[1] / "oracles" / "instances"
+
+
+@pytest.fixture
+def reference_run(make_config, write_tokens):
+    """Returns f(case, **changes of the data section) -> (its record, Config that reads the same instances)."""
+
+    def make(case: str, **changes) -> tuple[dict[str, Any], schema.Config]:
+        record = json.loads((INSTANCES / f"{case}.json").read_text())
+        with np.load(INSTANCES / "tokens.npz") as arrays:
+            paths = [write_tokens(f"{case}/{name}", arrays[f"{case}/{name}"], record["dtype"])
+                     for name in record["files"]]
+        data = {key: record[key] for key in ("sequence_length", "seed", "vocab_size", "eos_id", "pad_id", "dtype")}
+        if record["filter"]:
+            limits = {key.removeprefix("repetition_"): value for key, value in record["filter"].items()}
+            data["instance_filter"] = schema.InstanceFilterConfig(enabled=True, **limits)
+        if record["packed"]:
+            data |= {"packing": "best_fit", "packing_group": record["packed"]["source_group_size"],
+                     "packing_seed": record["packing_seed"]}
+        return record, make_config({"x": paths}, batch=record["global_batch"], steps=len(record["steps"]),
+                                   **data | changes)
+
+    return make

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxtext.data import DataError
 from maxtext.data.batch import make_batch
 from maxtext.data.pipeline import fingerprint, fingerprint_numpy, local_rows, make_batches, rows_of
-from maxtext.data.reader import StepSource
+from maxtext.data.reader import RowRules, StepSource
 from maxtext.data.tokens import resolve
 
 ORACLE = Path(__file__).resolve().parents[1] / "oracles" / "data_loader"
@@ -110,7 +110,8 @@ def test_hosts_read_disjoint_rows_that_make_up_the_batch(open_batches):
                 for host in range(hosts)]
         assert np.array_equal(np.concatenate(rows), np.arange(8))
         for step in range(3):
-            parts = [StepSource(batches._order, batches._reader, own)[step] for own in rows]
+            parts = [StepSource(batches._order, batches._reader, own, RowRules(eos_id=0))[step]["tokens"]
+                     for own in rows]
             assert [part.shape for part in parts] == [(share, 16)] * hosts
             assert np.array_equal(np.concatenate(parts), want[step])
 
