@@ -170,7 +170,8 @@ class Checkpoints:
 
         Waits until the step is committed; of one process only. Raises CheckpointError as `wait` does.
         """
-        assert self._writer and jax.process_count() == 1, "one process streams, into a directory opened for writing"
+        assert self._writer, "opened for reading"
+        assert jax.process_count() == 1, "only one process can stream"
         step_dir = self._path(manifest.step_name(_natural(step)))
         described = {name: Leaf(leaf.shape, leaf.dtype, (0, 0)) for name, leaf in leaves.items()}
         job = _Save(step, step_dir, described, {}, manifest.plain_json(extra))

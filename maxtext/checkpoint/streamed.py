@@ -1,8 +1,8 @@
 """Arrays of a checkpoint that is written piece by piece, because the whole state need not fit into memory.
 
-Orbax is given a whole tree at once; a converted checkpoint of billions of weights is made of one layer's array after the
-other. So its arrays are one Zarr 3 group, each leaf an array of that name without compression, which any Zarr reader
-opens. `arrays.py` reads either kind; manifests, hashes and fingerprints are the same.
+Orbax is given a whole tree at once; a converted checkpoint of billions of weights is made of one layer's array after
+the other. So its arrays are one Zarr 3 group of uncompressed arrays, for any Zarr reader to open.
+`arrays.py` reads either kind; manifests, hashes and fingerprints are the same.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class Writer:
         """Writes one row of a leaf, or a whole leaf when `row` is None. Each must come exactly once."""
         leaf, store = self._leaves[name], self._stores[name]
         shape = leaf.shape if row is None else leaf.shape[1:]
-        assert array.shape == shape and str(array.dtype) == leaf.dtype, (name, array.shape, array.dtype, leaf)
+        assert (array.shape, str(array.dtype)) == (shape, leaf.dtype), (name, array.shape, leaf)
         self._missing[name].remove(row)
         place = () if row is None else (row,)
         if array.ndim == 0:
@@ -84,7 +84,8 @@ class Writer:
         else:
             rows = _chunks(leaf)[len(place)]
             for start in range(0, array.shape[0], rows):  # chunk by chunk: tensorstore copies what it is given
-                store[(*place, slice(start, start + rows))].write(array[start : start + rows]).result()
+                part = array[start : start + rows]
+                store[(*place, slice(start, start + len(part)))].write(part).result()
         start = 0 if row is None else row * math.prod(shape)
         sums = integrity.partial_sums_numpy(array, leaf.shape, start)
         first, second, bad = (a + b for a, b in zip(self.sums[name], sums, strict=True))
