@@ -13,13 +13,14 @@ MOST_BLOCKS = 16  # the loop over blocks is unrolled, so longer sequences take l
 MASKED = -1e30  # finite: a row is never all masked, and exp of the difference is exactly 0
 
 
-def causal_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, window: int | None = None,
-                     block: int | None = None) -> jax.Array:
+def causal_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None = None,
+                     window: int | None = None, block: int | None = None) -> jax.Array:
     """Softmax attention of each position over itself and earlier ones, scaled by 1/sqrt(H).
 
     Args:
       q_BTKGH: queries; head k * G + g attends to key/value head k.
       k_BTKH, v_BTKH: keys and values.
+      segments_BT: int32 number of the document of each position; attention stays inside it. None: one document.
       window: how many positions each query sees, itself included; None for all earlier ones.
       block: queries in a block; chosen from T by default. The result does not depend on it beyond rounding.
 
@@ -34,18 +35,23 @@ def causal_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, w
     for start in range(0, length, block):
         stop = min(start + block, length)
         first = 0 if window is None else max(0, start - window + 1)
+        same_document = None
+        if segments_BT is not None:
+            same_document = segments_BT[:, start:stop, None] == segments_BT[:, None, first:stop]
         outputs.append(_attend(q_BKGTH[:, :, :, start:stop], k_BKTH[:, :, first:stop], v_BKTH[:, :, first:stop],
-                               start - first, window))
+                               start - first, window, same_document))
     return jnp.concatenate(outputs, axis=3).transpose(0, 3, 1, 2, 4)
 
 
-def _attend(q_BKGTH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, offset: int, window: int | None) -> jax.Array:
+def _attend(q_BKGTH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, offset: int, window: int | None,
+            same_document_BTS: jax.Array | None) -> jax.Array:
     """One block: query t stands at key position offset + t."""
     scale = q_BKGTH.shape[-1] ** -0.5
     scores_BKGTS = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32) * scale
     t, s = jnp.arange(q_BKGTH.shape[3])[:, None] + offset, jnp.arange(k_BKSH.shape[2])[None]
     visible_TS = (s <= t) if window is None else (s <= t) & (s > t - window)
-    scores_BKGTS = jnp.where(visible_TS, scores_BKGTS, MASKED)
+    visible = visible_TS if same_document_BTS is None else visible_TS & same_document_BTS[:, None, None]
+    scores_BKGTS = jnp.where(visible, scores_BKGTS, MASKED)
     peak_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(-1, keepdims=True))
     exp_BKGTS = jnp.exp(scores_BKGTS - peak_BKGT1)
     probs_BKGTS = exp_BKGTS / exp_BKGTS.sum(-1, keepdims=True)

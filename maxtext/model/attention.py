@@ -18,39 +18,43 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.schema import ModelConfig
 from maxtext.kernels.attention import causal_attention
-from maxtext.model.layers import apply_rope, rms_norm
+from maxtext.model.layers import Rope, apply_rope, rms_norm
 from maxtext.parallel.sharding import Param, gather, per_device, spec
 
 
 @flax.struct.dataclass
 class Attention:
     qkv: jax.Array  # D K G+2 H
-    q_norm: jax.Array  # K G H
-    k_norm: jax.Array  # K H
     out: jax.Array  # K G H D
+    q_norm: jax.Array | None = None  # K G H
+    k_norm: jax.Array | None = None  # K H
 
 
 def attention_params(cfg: ModelConfig) -> Attention:
     heads, group, width = cfg.kv_heads, cfg.n_heads // cfg.kv_heads, cfg.head_width
+    normed = cfg.qk_norm == "projection"
     return Attention(
         qkv=Param((cfg.d_model, heads, group + 2, width), ("embed", "heads", None, None)),
-        q_norm=Param((heads, group, width), ("heads", None, None), init="ones"),
-        k_norm=Param((heads, width), ("heads", None), init="ones"),
         out=Param((heads, group, width, cfg.d_model), ("heads", None, None, "embed")),
+        q_norm=Param((heads, group, width), ("heads", None, None), init="ones") if normed else None,
+        k_norm=Param((heads, width), ("heads", None), init="ones") if normed else None,
     )
 
 
-def attention(p: Attention, x_BTD: jax.Array, cfg: ModelConfig, rope: tuple[jax.Array, jax.Array],
-              window: int | None) -> jax.Array:
+def attention(p: Attention, x_BTD: jax.Array, segments_BT: jax.Array | None, rope: Rope, window: int | None,
+              norm_eps: float) -> jax.Array:
     """Self-attention of (B, T, D) in its own dtype; `window` tokens are visible, or all earlier ones when None."""
     qkv = gather(p.qkv, "embed", "heads", None, None)
     qkv_BTKJH = checkpoint_name(jnp.einsum("btd,dkjh->btkjh", x_BTD, qkv), "qkv")
     q_BTKGH, k_BTKH, v_BTKH = qkv_BTKJH[..., :-2, :], qkv_BTKJH[..., -2, :], qkv_BTKJH[..., -1, :]
-    q_BTKGH = apply_rope(rms_norm(q_BTKGH, p.q_norm, cfg.norm_eps, dims=3), rope)
-    k_BTKH = apply_rope(rms_norm(k_BTKH, p.k_norm, cfg.norm_eps, dims=2), rope)
+    if p.q_norm is not None and p.k_norm is not None:
+        q_BTKGH = rms_norm(q_BTKGH, p.q_norm, norm_eps, dims=3)
+        k_BTKH = rms_norm(k_BTKH, p.k_norm, norm_eps, dims=2)
+    q_BTKGH, k_BTKH = apply_rope(q_BTKGH, rope), apply_rope(k_BTKH, rope)
     heads, keys = ("batch", None, "heads", None, None), ("batch", None, "heads", None)
-    attend = per_device(functools.partial(causal_attention, window=window), (heads, keys, keys), heads)
-    attended_BTKGH = checkpoint_name(attend(q_BTKGH, k_BTKH, v_BTKH), "attention")
+    segments = None if segments_BT is None else ("batch", None)
+    attend = per_device(functools.partial(causal_attention, window=window), (heads, keys, keys, segments), heads)
+    attended_BTKGH = checkpoint_name(attend(q_BTKGH, k_BTKH, v_BTKH, segments_BT), "attention")
     out = gather(p.out, "heads", None, None, "embed")
     out_BTD = jnp.einsum("btkgh,kghd->btd", attended_BTKGH, out, out_sharding=spec("batch", None, None))
     return checkpoint_name(out_BTD, "attention_out")

@@ -56,7 +56,7 @@ def flops_per_token(cfg: ModelConfig, length: int) -> int:
     """
     attention = sum(math.prod(p.shape) for p in _params(attention_params(cfg)))
     feed_forward = sum(math.prod(p.shape) for p in _params(mlp_params(cfg)))
-    head = math.prod(decoder_params(cfg).head.shape) + cfg.d_model
+    head = cfg.d_model * cfg.vocab_size + cfg.d_model
     seen = [min(window or length, length) for window in cfg.layer_windows]
     pairs = sum(w * (2 * length - w + 1) for w in seen)  # 2 T times the sum over layers of visible positions
     return 6 * (cfg.n_layers * (attention + feed_forward) + head) + 6 * cfg.n_heads * cfg.head_width * pairs // length

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 
 from maxtext.config.schema import ModelConfig, RematConfig
 from maxtext.model.attention import Attention, attention, attention_params
-from maxtext.model.layers import Mlp, mlp, mlp_params, rms_norm, rope_tables
+from maxtext.model.layers import Mlp, Rope, document_positions, mlp, mlp_params, rms_norm, rope_tables
 from maxtext.parallel.sharding import Param, is_param, sharding, spec
 
 
@@ -39,7 +39,11 @@ class Decoder:
     embed: jax.Array  # V D
     segments: tuple[tuple[Block, ...], ...]  # every array has a leading dim R
     norm: jax.Array  # D
-    head: jax.Array  # D V
+    head: jax.Array | None = None  # D V; None: the embedding table, transposed
+
+    @property
+    def head_DV(self) -> jax.Array:
+        return self.embed.T if self.head is None else self.head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,7 @@ def decoder_params(cfg: ModelConfig) -> Decoder:
         embed=Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed")),
         segments=tuple(stacked(segment) for segment in segments(cfg)),
         norm=Param((cfg.d_model,), (None,), init="ones"),
-        head=Param((cfg.d_model, cfg.vocab_size), ("embed", "vocab")),
+        head=None if cfg.tie_embeddings else Param((cfg.d_model, cfg.vocab_size), ("embed", "vocab")),
     )
 
 
@@ -124,17 +128,47 @@ def abstract_decoder(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Decoder:
     )
 
 
-def block_forward(p: Block, x_BTD: jax.Array, cfg: ModelConfig, rope: tuple[jax.Array, jax.Array],
-                  window: int | None) -> jax.Array:
-    """One layer. The norms stand on the branches' outputs, inside the residual ("reordered norm", OLMo 2, 2024)."""
+class Context(NamedTuple):
+    """What all blocks share for one batch."""
+
+    segments_BT: jax.Array | None
+    window_rope: Rope
+    full_rope: Rope
+
+
+def make_context(cfg: ModelConfig, tokens_BT: jax.Array, segments_BT: jax.Array | None) -> Context:
+    """Positions count from the start of the row, or of each document when there are segments."""
+    positions = jnp.arange(tokens_BT.shape[1]) if segments_BT is None else document_positions(segments_BT)
+    return Context(segments_BT, rope_tables(cfg, positions, scaled=False), rope_tables(cfg, positions, scaled=True))
+
+
+def embed(p: Decoder, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of the embedding table, (B, T, D)."""
+    table_VD = jax.sharding.reshard(p.embed.astype(dtype), spec(None, None))
+    return table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
+
+
+def block_forward(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig, window: int | None) -> jax.Array:
+    """One layer: attention and feed-forward, each added to the residual stream.
+
+    The norm of a branch stands on its input (Llama) or on its output ("reordered norm", OLMo 2, 2024).
+    """
     p = jax.tree.map(lambda w: w.astype(x_BTD.dtype), p)
-    attended_BTD = attention(p.attention, x_BTD, cfg, rope, window)
-    x_BTD = x_BTD + rms_norm(attended_BTD, p.attention_norm, cfg.norm_eps)
-    return x_BTD + rms_norm(mlp(p.mlp, x_BTD), p.mlp_norm, cfg.norm_eps)
+    rope = context.full_rope if window is None else context.window_rope
+
+    def branch(function: Callable[[jax.Array], jax.Array], gain: jax.Array) -> jax.Array:
+        if cfg.norm_placement == "pre":
+            return function(rms_norm(x_BTD, gain, cfg.norm_eps))
+        return rms_norm(function(x_BTD), gain, cfg.norm_eps)
+
+    attend = functools.partial(attention, p.attention, segments_BT=context.segments_BT, rope=rope, window=window,
+                               norm_eps=cfg.norm_eps)
+    x_BTD = x_BTD + branch(attend, p.attention_norm)
+    return x_BTD + branch(functools.partial(mlp, p.mlp), p.mlp_norm)
 
 
-def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype,
-                    remat: RematConfig) -> jax.Array:
+def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype, remat: RematConfig,
+                    segments_BT: jax.Array | None = None) -> jax.Array:
     """Final hidden states, after the last norm: what the LM head multiplies.
 
     Args:
@@ -142,18 +176,17 @@ def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: j
       tokens_BT: int32 ids.
       dtype: of activations and of the residual stream.
       remat: which activations of a block the backward pass keeps.
+      segments_BT: int32 document of each token; attention and positions then stay within a document.
 
     Returns:
       (B, T, D) in `dtype`.
     """
-    table_VD = jax.sharding.reshard(p.embed.astype(dtype), spec(None, None))
-    x_BTD = table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
-    rope = rope_tables(tokens_BT.shape[1], cfg.head_width, cfg.rope_theta)
+    x_BTD, context = embed(p, tokens_BT, dtype), make_context(cfg, tokens_BT, segments_BT)
     run_block = _rematerialised(block_forward, remat)
 
     def run_pattern(segment: Segment, x_BTD: jax.Array, blocks: tuple[Block, ...]) -> tuple[jax.Array, None]:
         for window, block in zip(segment.windows, blocks, strict=True):
-            x_BTD = run_block(block, x_BTD, cfg, rope, window)
+            x_BTD = run_block(block, x_BTD, context, cfg, window)
         return x_BTD, None
 
     for segment, blocks in zip(segments(cfg), p.segments, strict=True):
@@ -168,4 +201,4 @@ def _rematerialised(function: Callable[..., jax.Array], remat: RematConfig) -> C
     if remat.mode == "none":
         return function
     policy = jax.checkpoint_policies.save_only_these_names(*remat.save) if remat.mode == "names" else None
-    return jax.checkpoint(function, policy=policy, static_argnums=(2, 4))
+    return jax.checkpoint(function, policy=policy, static_argnums=(3, 4))

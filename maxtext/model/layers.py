@@ -5,12 +5,16 @@ Dims: B batch, T position, D model width, F feed-forward width, K key/value head
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.schema import ModelConfig
+from maxtext.config.schema import ModelConfig, RopeScalingConfig
 from maxtext.parallel.sharding import Param, gather, spec
 
 
@@ -25,16 +29,60 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float, dims: int = 1) -> jax.Ar
     return (normed * gain.astype(jnp.float32)).astype(x.dtype)
 
 
-def rope_tables(length: int, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of position * theta^(-2i/width), each (T, width/2) float32 (Su et al. 2021)."""
-    inverse = theta ** -(jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * inverse
-    return jnp.cos(angle), jnp.sin(angle)
+class Rope(NamedTuple):
+    """Cosine and sine of each position's angles, (T, H/2) or (B, T, H/2) float32."""
+
+    cos: jax.Array
+    sin: jax.Array
 
 
-def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rope_frequencies(width: int, theta: float) -> np.ndarray:
+    """theta^(-2i/H) for i < H/2, float32 (Su et al. 2021)."""
+    exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    return (1.0 / (np.float32(theta) ** exponent)).astype(np.float32)
+
+
+def yarn(frequencies: np.ndarray, theta: float, scaling: RopeScalingConfig) -> tuple[np.ndarray, float]:
+    """Stretches frequencies to a longer context (Peng et al. 2023).
+
+    Those that turn more than beta_fast times within the old context stay, those below beta_slow turns are divided by
+    the factor, those between are mixed linearly; the borders are rounded outwards to whole indices.
+
+    Returns:
+      (frequencies float32, attention factor that multiplies cosine and sine).
+    """
+    width = 2 * len(frequencies)
+
+    def index_of(turns: float) -> float:
+        return width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(index_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(index_of(scaling.beta_slow)), width // 2 - 1)
+    ramp = np.clip((np.arange(width // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
+    stretched = frequencies / np.float32(scaling.factor) * ramp + frequencies * (1 - ramp)
+    return stretched.astype(np.float32), 0.1 * math.log(scaling.factor) + 1.0
+
+
+def rope_tables(cfg: ModelConfig, positions: jax.Array, scaled: bool) -> Rope:
+    """Tables for int32 positions, (T,) or (B, T); `scaled` applies the model's stretching."""
+    frequencies, factor = rope_frequencies(cfg.head_width, cfg.rope_theta), 1.0
+    if scaled and cfg.rope_scaling.kind == "yarn":
+        frequencies, factor = yarn(frequencies, cfg.rope_theta, cfg.rope_scaling)
+    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    return Rope(jnp.cos(angle) * factor, jnp.sin(angle) * factor)
+
+
+def document_positions(segments_BT: jax.Array) -> jax.Array:
+    """Position of each token in its own document: it restarts at 0 wherever the document number changes."""
+    index_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1)
+    first_B1 = jnp.ones_like(segments_BT[:, :1], bool)
+    starts_BT = jnp.concatenate([first_B1, segments_BT[:, 1:] != segments_BT[:, :-1]], axis=1)
+    return index_BT - jax.lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
+
+
+def apply_rope(x: jax.Array, rope: Rope) -> jax.Array:
     """Rotates (B, T, ..., H): the first half of H pairs with the second. Computed in float32."""
-    cos, sin = (table.reshape(table.shape[0], *(1,) * (x.ndim - 3), table.shape[1]) for table in tables)
+    cos, sin = (table.reshape(*table.shape[:-1], *(1,) * (x.ndim - 3), table.shape[-1]) for table in rope)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

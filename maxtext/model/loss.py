@@ -18,7 +18,7 @@ TOKENS, HIDDEN, HEAD = ("batch", None), ("batch", None, None), ("embed", "vocab"
 
 
 def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, total_weight: jax.Array,
-              cfg: Config) -> tuple[jax.Array, Losses]:
+              cfg: Config, segments_BT: jax.Array | None = None) -> tuple[jax.Array, Losses]:
     """Cross-entropy plus z-loss, each a weighted sum over these tokens divided by `total_weight`.
 
     `total_weight` is the sum over the whole global batch, so that the losses (and gradients) of its micro-batches add
@@ -33,9 +33,10 @@ def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_B
         return cross_entropy(x_ND, w_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), cfg.train.z_loss,
                              cfg.train.loss_chunk_tokens, AXES)
 
-    x_BTD = decoder_forward(p, tokens_BT, cfg.model, jnp.dtype(cfg.train.compute_dtype), cfg.train.remat)
+    dtype = jnp.dtype(cfg.train.compute_dtype)
+    x_BTD = decoder_forward(p, tokens_BT, cfg.model, dtype, cfg.train.remat, segments_BT)
     fused = per_device(local, (HIDDEN, HEAD, TOKENS, TOKENS), ((), Losses((), ())))
-    return fused(x_BTD, p.head, targets_BT, weights_BT / total_weight)
+    return fused(x_BTD, p.head_DV, targets_BT, weights_BT / total_weight)
 
 
 def nll(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, cfg: Config) -> jax.Array:
@@ -47,12 +48,12 @@ def nll(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, cfg: Config) ->
         return losses.reshape(targets_BT.shape)
 
     x_BTD = decoder_forward(p, tokens_BT, cfg.model, jnp.dtype(cfg.train.compute_dtype), cfg.train.remat)
-    return per_device(local, (HIDDEN, HEAD, TOKENS), TOKENS)(x_BTD, p.head, targets_BT)
+    return per_device(local, (HIDDEN, HEAD, TOKENS), TOKENS)(x_BTD, p.head_DV, targets_BT)
 
 
 def logits(p: Decoder, tokens_BT: jax.Array, cfg: Config) -> jax.Array:
     """All logits, (B, T, V) float32: for small models, comparisons and tests."""
     dtype = jnp.dtype(cfg.train.compute_dtype)
     x_BTD = decoder_forward(p, tokens_BT, cfg.model, dtype, cfg.train.remat)
-    head = jax.sharding.reshard(p.head.astype(dtype), jax.sharding.PartitionSpec(None, RULES["vocab"]))
+    head = jax.sharding.reshard(p.head_DV.astype(dtype), jax.sharding.PartitionSpec(None, RULES["vocab"]))
     return jnp.einsum("btd,dv->btv", x_BTD, head).astype(jnp.float32)

@@ -16,6 +16,7 @@ from maxtext.data.pipeline import fingerprint
 from maxtext.kernels.cross_entropy import Losses
 from maxtext.model.decoder import Decoder
 from maxtext.model.loss import mean_loss
+from maxtext.parallel.sharding import spec
 from maxtext.train.optim import global_norm
 from maxtext.train.state import TrainState, optimizer_of
 
@@ -62,7 +63,8 @@ def _gradient(cfg: Config, params: Decoder, batch: Batch, targets: jax.Array) ->
 
     def of(micro: Batch) -> tuple[Decoder, Losses]:
         loss = jax.value_and_grad(mean_loss, has_aux=True)
-        (_, losses), grads = loss(params, micro.tokens_BT, micro.targets_BT, micro.weights_BT, targets, cfg)
+        (_, losses), grads = loss(params, micro.tokens_BT, micro.targets_BT, micro.weights_BT, targets, cfg,
+                                  micro.segments_BT)
         return grads, losses
 
     count = cfg.train.gradient_accumulation_steps
@@ -73,10 +75,12 @@ def _gradient(cfg: Config, params: Decoder, batch: Batch, targets: jax.Array) ->
         return jax.tree.map(jnp.add, total, of(micro)), None
 
     zero = (jax.tree.map(jnp.zeros_like, params), Losses(jnp.float32(0), jnp.float32(0)))
-    return jax.lax.scan(add, zero, jax.tree.map(lambda x: _split(x, count), batch))[0]
+    micro_batches = jax.tree.map(lambda x: _split(x, count), batch.replace(rejected_B=None))
+    return jax.lax.scan(add, zero, micro_batches)[0]
 
 
 def _split(x_BT: jax.Array, count: int) -> jax.Array:
     """(B, T) to (A, B / A, T): micro-batch i takes rows i, A + i, 2A + i ..., so that no row leaves its device."""
     rows, length = x_BT.shape
-    return x_BT.reshape(rows // count, count, length).swapaxes(0, 1)
+    split = jax.lax.reshape(x_BT, (rows // count, count, length), out_sharding=spec("batch", None, None))
+    return split.swapaxes(0, 1)
