@@ -75,9 +75,10 @@ class Orbax:
                 arguments[name] = ocp.ArrayRestoreArgs(
                     sharding=_extended(sharding, want.ndim, plain.ndim), global_shape=plain.shape, dtype=plain.dtype
                 )
-            arrays |= reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=arguments))
+            partial = {} if wanted.keys() == saved.keys() else {"item": arguments, "partial_restore": True}
+            arrays |= reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=arguments, **partial))
         for name, leaf in saved.items():
-            if leaf.key_impl:
+            if leaf.key_impl and name in wanted:
                 wrap = jax.jit(jax.random.wrap_key_data, static_argnames="impl", out_shardings=wanted[name].sharding)
                 arrays[name] = wrap(arrays[name], impl=leaf.key_impl)
         return arrays
@@ -118,8 +119,11 @@ def describe(state: PyTree) -> tuple[dict[str, Leaf], dict[str, jax.Array]]:
     return leaves, arrays
 
 
-def refuse_mismatch(step_dir: str, found: Manifest, wanted: dict[str, Any]) -> None:
-    """CheckpointError that lists every leaf whose name, shape or dtype is not the one saved."""
+def refuse_mismatch(step_dir: str, found: Manifest, wanted: dict[str, Any], partial: bool = False) -> None:
+    """CheckpointError that lists every leaf whose name, shape or dtype is not the one saved.
+
+    With `partial` the checkpoint may hold more leaves than are asked for.
+    """
     asked = {name: Leaf(tuple(leaf.shape), str(leaf.dtype), (0, 0)) for name, leaf in wanted.items()}
     missing, extra = asked.keys() - found.leaves.keys(), found.leaves.keys() - asked.keys()
     faults = []
@@ -135,7 +139,7 @@ def refuse_mismatch(step_dir: str, found: Manifest, wanted: dict[str, Any]) -> N
     faults += [
         f"{name}: the checkpoint has {leaf}, the state has no such leaf"
         for name, leaf in found.leaves.items()
-        if name in extra
+        if name in extra and not partial
     ]
     if faults:
         advice = "use the config that it was saved with, or another run_name"

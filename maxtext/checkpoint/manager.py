@@ -320,13 +320,14 @@ class Checkpoints:
 
     # ---- restoring
 
-    def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
+    def restore(self, abstract_state: PyTree, step: int | None = None, *, partial: bool = False) -> Restored | None:
         """The newest good step (or `step`), verified, as arrays with the shardings of `abstract_state`.
 
         Args:
           abstract_state: a tree of jax.ShapeDtypeStruct; a leaf without a sharding goes to the first device. The mesh
             need not be the one that saved.
           step: exactly this step, with no fall-back; None tries the newest first.
+          partial: leaves that were saved but are not in `abstract_state` are left unread instead of refused.
 
         Returns None when the directory has never held a checkpoint. A step whose manifest, files or restored arrays
         are not what was saved is renamed to `<name>.bad-N`, named in a warning, and the next older one is tried.
@@ -338,7 +339,7 @@ class Checkpoints:
         treedef = jax.tree.structure(abstract_state)
         if step is not None:
             try:
-                return self._load(self._path(manifest.step_name(step)), wanted, treedef)
+                return self._load(self._path(manifest.step_name(step)), wanted, treedef, partial)
             except Damaged as damage:
                 raise CheckpointError(
                     f"step {step} in {self.directory} is bad: {damage}; good steps are {self.steps()}"
@@ -346,7 +347,7 @@ class Checkpoints:
         while (candidate := from_process_0(self._newest)) >= 0:
             name = manifest.step_name(candidate)
             try:
-                return self._load(self._path(name), wanted, treedef)
+                return self._load(self._path(name), wanted, treedef, partial)
             except Damaged as damage:
                 self._quarantine(name, str(damage))
         self._refuse_fresh_start()
@@ -391,12 +392,12 @@ class Checkpoints:
                 "directory away (or set another run_name) to start from scratch"
             )
 
-    def _load(self, step_dir: str, wanted: dict[str, Any], treedef: Any) -> Restored:
+    def _load(self, step_dir: str, wanted: dict[str, Any], treedef: Any, partial: bool) -> Restored:
         """Verify, read, verify again. Damaged in all processes when it is damaged for one."""
         found, damage = None, None
         try:
             found = manifest.read(step_dir)
-            arrays.refuse_mismatch(step_dir, found, wanted)
+            arrays.refuse_mismatch(step_dir, found, wanted, partial)
             manifest.check_files(step_dir, found, slice(jax.process_index(), None, jax.process_count()))
         except FileNotFoundError:
             damage = f"there is no {os.path.join(step_dir, manifest.NAME)}"

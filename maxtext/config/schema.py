@@ -232,6 +232,17 @@ class RematConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class InitFromConfig:
+    """Another run, or a converted checkpoint, whose weights this run starts from: step 0, its own data and schedule."""
+
+    path: str | None = field("Folder of the run, or of its checkpoints; null: weights are drawn from the seed.", None,
+                             also=("load_path", "load_parameters_path"))
+    step: int | None = field("The checkpoint's step; null: the newest good one.", None, minimum=0)
+    optimizer: bool = field("Whether to take over the moments and the Adam count too.", False,
+                            also=("load_optim_state",))
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The run: how long, how large a batch, in which precision."""
 
@@ -247,6 +258,7 @@ class TrainConfig:
                           minimum=0)
     remat: RematConfig = field("Activation recomputation.", RematConfig)
     loss_chunk_tokens: int = field("Tokens whose logits exist at one time on a device.", 512, minimum=1)
+    init_from: InitFromConfig = field("Where a new run takes its first weights from.", InitFromConfig)
     max_seconds: float | None = field("Wall-clock budget; when it is spent the run saves and stops cleanly.", None,
                                       also=("time_limit", "max_time"), above=0)
 

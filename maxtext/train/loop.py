@@ -36,6 +36,7 @@ from maxtext.train.state import TrainState, abstract_state, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
 from maxtext.train.stop import Stopper
 from maxtext.train.summary import start_summary
+from maxtext.train.warm_start import warm_start
 
 Record = dict[str, float]
 
@@ -99,6 +100,8 @@ class Run:
         restored = checkpoints.restore(abstract_state(cfg, mesh))
         if restored is None:
             self.state: TrainState = init_state(cfg)
+            if cfg.train.init_from.path is not None:
+                self.state = warm_start(self.state, cfg.train.init_from, console.note)
         else:
             self.state, self.step, self.record = restored.state, restored.step, dict(restored.extra["record"])
             self.batches.set_state(restored.extra["data"])
@@ -249,6 +252,7 @@ def step_record(cfg: Config, step: int, values: dict[str, float], seconds: float
         "train/Z loss": values["squared_log_z"] * cfg.train.z_loss,
         "train/Z loss unscaled": values["squared_log_z"],
         "train/masked labels (%)": 1 - values["targets"] / cfg.batch_tokens,
+        "train/masked instances (%)": values["rejected"] / cfg.train.global_batch,
         "optim/total grad norm": values["grad_norm"],
         "optim/LR (group 0)": values["learning_rate"],
         "optim/LR (group 1)": values["learning_rate"],

@@ -33,7 +33,11 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         targets = batch.weights_BT.sum()
-        grads, losses = _gradient(cfg, state.params, batch, jnp.maximum(targets, 1))
+        rejected = jnp.float32(0) if batch.rejected_B is None else batch.rejected_B.sum()
+        counted = targets
+        if cfg.data.instance_filter.count_rejected:  # the reference divides by all T tokens of a rejected instance
+            counted += rejected * cfg.data.sequence_length
+        grads, losses = _gradient(cfg, state.params, batch, jnp.maximum(counted, 1))
         norm = global_norm(grads)
         updates, optimizer_state = optimizer.update(
             grads, state.optimizer, state.params, loss=losses.cross_entropy, grad_norm=norm
@@ -46,6 +50,7 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
             "learning_rate": optimizer_state.learning_rate,
             "skipped": optimizer_state.skipped,
             "targets": targets,
+            "rejected": rejected,
             "fingerprint": fingerprint(batch),
         }
         return state.replace(step=state.step + 1, params=params, optimizer=optimizer_state), metrics
@@ -58,12 +63,12 @@ def compile_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[Train
     return jax.jit(make_train_step(cfg), donate_argnums=0)
 
 
-def _gradient(cfg: Config, params: Decoder, batch: Batch, targets: jax.Array) -> tuple[Decoder, Losses]:
-    """Gradient and losses of the global batch, summed over its micro-batches in float32."""
+def _gradient(cfg: Config, params: Decoder, batch: Batch, counted: jax.Array) -> tuple[Decoder, Losses]:
+    """Gradient and losses of the global batch, summed over its micro-batches in float32; `counted` divides them."""
 
     def of(micro: Batch) -> tuple[Decoder, Losses]:
         loss = jax.value_and_grad(mean_loss, has_aux=True)
-        (_, losses), grads = loss(params, micro.tokens_BT, micro.targets_BT, micro.weights_BT, targets, cfg,
+        (_, losses), grads = loss(params, micro.tokens_BT, micro.targets_BT, micro.weights_BT, counted, cfg,
                                   micro.segments_BT)
         return grads, losses
 
