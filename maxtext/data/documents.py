@@ -6,12 +6,13 @@ Shapes: R rows (instances), T tokens of one instance.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from maxtext.data import DataError
+from maxtext.data import DataError, storage
 from maxtext.data.preflight import read_tokens
 
 SCAN_BLOCK_TOKENS = 1 << 22
@@ -66,19 +67,38 @@ def companion(path: str) -> str:
     return f"{os.path.splitext(path)[0]}.csv.gz"
 
 
+def companion_hashes(paths: Sequence[str]) -> list[str]:
+    """sha256 of the companion of each token file.
+
+    Raises:
+      DataError: one is missing or cannot be read.
+    """
+    hashes = []
+    for path in paths:
+        hashes.append(hashlib.sha256(_companion_bytes(path)).hexdigest())
+    return hashes
+
+
+def _companion_bytes(path: str) -> bytes:
+    name = companion(path)
+    try:
+        return storage.read(name, 0, storage.size(name))
+    except DataError as error:
+        raise DataError(f"{error}; it should list the documents of {path}. data.document_boundaries: eos needs no such "
+                        "file") from error
+
+
 def read_companion(path: str, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """`scan`, from the `start,end[,...]` lines of the token file's companion.
 
     Raises:
       DataError: there is none, or a line that is not a document inside the file; names the line.
     """
-    name = companion(path)
+    name, data = companion(path), _companion_bytes(path)
     try:
-        with gzip.open(name, "rt", encoding="utf-8") as file:
-            fields = [line.split(",", 2)[:2] for line in file]
+        fields = [line.split(",", 2)[:2] for line in gzip.decompress(data).decode("utf-8").splitlines()]
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{name}: cannot read the documents of {path} ({error}); data.document_boundaries eos needs no "
-                        "such file") from error
+        raise DataError(f"{name}: cannot be decompressed ({error})") from error
     try:
         bounds = np.array([(int(start), int(end)) for start, end in fields], np.int64).reshape(-1, 2)
     except ValueError as error:

@@ -41,6 +41,11 @@ class Prepared:
     token_bytes: np.ndarray
     tokenizer: Path
 
+    def tokens_of(self) -> dict[str, int]:
+        """Number of tokens by path, of all files."""
+        groups = [*self.train.values(), *self.heldout.values()]
+        return {file.path: file.tokens for group in groups for file in group}
+
     def source(self, name: str) -> tuple[TokenFile, ...]:
         """Training files of one source.
 

@@ -2,26 +2,27 @@
 
 Epoch e (from 1) is the index 0..N-1 shuffled by numpy's PCG64(seed + e); batch k of the epoch is row k of it, and the
 incomplete last row is dropped. Hosts, devices, workers and restarts have no part in it.
+
+Memory: numpy's shuffle needs the whole uint32 index at once. For a large data set one process holds it (4 N bytes, 2.9
+GB for 724 million instances) while it writes the cache file; after that every process maps the file and touches only
+the rows that it reads.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from maxtext.data import DataError
+from maxtext.data.cache import open_or_make
 
 # Above this many instances the permutation is a memory-mapped file: computed once, and shared by the worker processes.
 IN_MEMORY_INSTANCES = 1_000_000
 EPOCHS_KEPT = 2
+CHECK_BLOCK = 1 << 22
 
 
 def instance_order(n_instances: int, seed: int, epoch: int) -> np.ndarray:
@@ -50,18 +51,24 @@ class GlobalOrder:
       seed: the data seed.
       fingerprint: identity of the data, part of the cache files' names.
       cache_dir: where the permutations of large data sets are kept.
+      chunk: consecutive instances that stay together: it is their blocks that are shuffled.
     """
 
-    def __init__(self, n_instances: int, batch: int, seed: int, fingerprint: str, cache_dir: str | Path):
+    def __init__(self, n_instances: int, batch: int, seed: int, fingerprint: str, cache_dir: str | Path,
+                 chunk: int = 1):
         if not batch <= n_instances < 2**32:
             raise DataError(f"{n_instances:,} instances: one epoch must hold at least one batch of {batch:,} instances "
                             "and fewer than 2^32 instances")
+        assert n_instances % chunk == 0, "every part of an epoch consists of whole blocks"
         self.n_instances = n_instances
         self.batch = batch
+        self._chunk = chunk
+        self._blocks = n_instances // chunk
         self.seed = seed
         self._fingerprint = fingerprint
         self._cache_dir = Path(cache_dir)
         self._epochs: dict[int, np.ndarray] = {}
+        self._checked: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -76,42 +83,51 @@ class GlobalOrder:
         """Instances of update `step` (from 1), uint32, shape (B,), in the order of the batch's rows."""
         if step < 1:
             raise DataError(f"step {step}: updates are counted from 1")
-        row = (step - 1) % self.batches_per_epoch
-        return np.array(self._order(self.epoch(step))[row * self.batch:(row + 1) * self.batch])
+        begin = (step - 1) % self.batches_per_epoch * self.batch
+        places = np.arange(begin, begin + self.batch, dtype=np.int64)
+        blocks = np.asarray(self._order(self.epoch(step)))[places // self._chunk].astype(np.int64)
+        return (blocks * self._chunk + places % self._chunk).astype(np.uint32)
+
+    def prepare(self, step: int) -> None:
+        """Works out or maps the order that `step` needs, before worker processes would all do so at the same time."""
+        self._order(self.epoch(step))
 
     def _order(self, epoch: int) -> np.ndarray:
         with self._lock:
             if epoch not in self._epochs:
                 while len(self._epochs) >= EPOCHS_KEPT:
                     del self._epochs[min(self._epochs, key=lambda old: (old > epoch, old))]
-                self._epochs[epoch] = (self._cached(epoch) if self.n_instances > IN_MEMORY_INSTANCES
-                                       else instance_order(self.n_instances, self.seed, epoch))
+                self._epochs[epoch] = (self._cached(epoch) if self._blocks > IN_MEMORY_INSTANCES
+                                       else instance_order(self._blocks, self.seed, epoch))
             return self._epochs[epoch]
 
     def cache_file(self, epoch: int) -> Path:
         """The file that keeps one epoch's permutation: raw little-endian uint32."""
-        return self._cache_dir / f"order_{self._fingerprint[:16]}_n{self.n_instances}_seed{self.seed}_epoch{epoch}.u32"
+        return self._cache_dir / f"order_{self._fingerprint[:16]}_n{self._blocks}_seed{self.seed}_epoch{epoch}.u32"
 
     def _cached(self, epoch: int) -> np.ndarray:
-        path = self.cache_file(epoch)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            order = self._open(path)
-            if order is None:
-                _write_atomically(path, instance_order(self.n_instances, self.seed, epoch))
-                order = self._open(path)
-        if order is None:
-            raise DataError(f"{path}: was written but does not hold a permutation of {self.n_instances:,} instances; "
-                            "is the disk full?")
-        return order
+        def write(file: IO[bytes]) -> None:
+            instance_order(self._blocks, self.seed, epoch).astype("<u4", copy=False).tofile(file)
+
+        return open_or_make(self.cache_file(epoch), self._open, write)
 
     def _open(self, path: Path) -> np.ndarray | None:
         """The memory-mapped permutation; None when there is none, or when it is not whole."""
-        if not path.is_file() or path.stat().st_size != 4 * self.n_instances:
+        if not path.is_file() or path.stat().st_size != 4 * self._blocks:
             return None
-        order = np.memmap(path, np.dtype("<u4"), "r")
-        whole = int(order.sum(dtype=np.uint64)) == self.n_instances * (self.n_instances - 1) // 2
-        return order if whole else None
+        if path.stat().st_mtime_ns != self._checked.get(path.name) and not self._whole(path):
+            return None
+        # Sent to worker processes, so that they need not read the whole file again.
+        self._checked[path.name] = path.stat().st_mtime_ns
+        return np.memmap(path, np.dtype("<u4"), "r")
+
+    def _whole(self, path: Path) -> bool:
+        """Whether the file's sum is that of a permutation; read in blocks, because mapped pages would stay with us."""
+        total = 0
+        with open(path, "rb") as file:
+            for _ in range(0, self._blocks, CHECK_BLOCK):
+                total += int(np.fromfile(file, "<u4", CHECK_BLOCK).sum(dtype=np.uint64))
+        return total == self._blocks * (self._blocks - 1) // 2
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process computes or maps the permutation itself: it is not sent through the pickle.
@@ -120,25 +136,3 @@ class GlobalOrder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._epochs, self._lock = {}, threading.Lock()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time per file: the others wait for its result instead of computing it again."""
-    with open(f"{path}.lock", "w") as lock:
-        # Some network file systems have no locks; the atomic rename alone keeps the file whole.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _write_atomically(path: Path, order: np.ndarray) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            order.astype("<u4", copy=False).tofile(file)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot write the order of instances ({error.strerror or error})") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)

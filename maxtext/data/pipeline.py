@@ -18,8 +18,9 @@ from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.data.batch import Batch, make_batch
 from maxtext.data.order import GlobalOrder
-from maxtext.data.reader import InstanceReader, RowRules, Rows, StepSource
-from maxtext.data.tokens import ResolvedData
+from maxtext.data.reader import RowRules, Rows, StepSource, make_reader
+from maxtext.data.reference import loader_state
+from maxtext.data.tokens import ResolvedData, cache_dir
 
 STATE_VERSION = 1
 READ_THREADS = 4
@@ -38,8 +39,8 @@ class Batches(Iterator[Batch]):
         self._cfg, self._resolved, self._sharding = cfg, resolved, sharding
         self._shape = (cfg.train.global_batch, cfg.data.sequence_length)
         self._order = GlobalOrder(resolved.n_instances, cfg.train.global_batch, cfg.data.seed, resolved.fingerprint,
-                                  f"{cfg.output_dir}/data_order")
-        self._reader = InstanceReader(resolved)
+                                  cache_dir(cfg), resolved.chunk)
+        self._reader = make_reader(resolved)
         self._rows = local_rows(sharding, self._shape)
         self._source = StepSource(self._order, self._reader, self._rows, RowRules.of(cfg.data, resolved.eos_id))
         self._step = 0
@@ -99,24 +100,35 @@ class Batches(Iterator[Batch]):
 
     def describe(self) -> dict[str, Any]:
         """What a person should know of the data before the run, for the start table; JSON-able."""
+        data, T = self._resolved, self._shape[1]
+        kept = [part.n_instances * T for part in data.parts] if data.packing is None else data.packing.summary["tokens"]
         sources: dict[str, dict[str, Any]] = {}
-        T = self._shape[1]
-        for part in self._resolved.parts:
+        for part, tokens in zip(data.parts, kept, strict=True):
             row = sources.setdefault(part.source, {"files": set(), "instances": 0, "tokens": 0})
             row["files"].add(part.path)
             row["instances"] += part.n_instances
-            row["tokens"] += part.n_instances * T
-        total = self._resolved.n_instances
-        short = sorted({part.path for part in self._resolved.parts if part.n_tokens < T})
+            row["tokens"] += tokens
+        short = sorted({part.path for part in data.parts if part.n_tokens < T}) if data.packing is None else []
+        total = data.n_instances
         return {
-            "sources": {name: {"files": len(row["files"]), "tokens": row["tokens"], "instances": row["instances"],
-                               "share": row["instances"] / total} for name, row in sources.items()},
-            "tokens_per_epoch": total * T, "instances_per_epoch": total,
+            "sources": {name: row | {"files": len(row["files"]), "share": row["tokens"] / sum(kept)}
+                        for name, row in sources.items()},
+            "tokens_per_epoch": sum(kept), "instances_per_epoch": total,
             "batches_per_epoch": self._order.batches_per_epoch,
             "instances_dropped_per_epoch": total - self._order.batches_per_epoch * self._shape[0],
             "epochs": self._cfg.train.steps / self._order.batches_per_epoch,
-            "files_shorter_than_one_instance": short, "fingerprint": self._resolved.fingerprint,
+            "files_shorter_than_one_instance": short, "fingerprint": data.fingerprint,
+            "packing": None if data.packing is None else {
+                key: sum(data.packing.summary[key]) for key in ("documents", "truncated", "dropped")
+            } | {"padding": 1 - sum(kept) / (total * T)},
+            "reference_state": self.reference_state(),
         }
+
+    def reference_state(self) -> dict[str, Any]:
+        """This position as OLMo-core's data loader would save it, to compare or to go on there."""
+        epoch = self.epoch(max(1, self._step))
+        return loader_state(self._cfg.data, self._resolved, self._shape[0],
+                            self._step - (epoch - 1) * self._order.batches_per_epoch, epoch)
 
     def close(self) -> None:
         """Ends the reader's threads and processes."""
@@ -130,6 +142,7 @@ class Batches(Iterator[Batch]):
         """Grain's iterator from element `step` on."""
         import grain  # here, because it takes 0.3 s and verbs that read no data do not need it
 
+        self._order.prepare(step + 1)
         prefetch, workers = self._cfg.data.prefetch, self._cfg.data.workers
         dataset = grain.MapDataset.source(self._source)[step:]
         threads = min(READ_THREADS, prefetch) if workers == 0 else 1

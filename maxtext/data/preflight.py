@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from maxtext.data import DataError
+from maxtext.data import DataError, storage
 from maxtext.data.manifest import DTYPES
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -33,15 +32,7 @@ def read_tokens(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarra
       DataError: the file ends before, or cannot be read.
     """
     width = dtype.itemsize
-    try:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            # pread and not a memory map: a file that is cut while training is an error here, not a SIGBUS.
-            data = os.pread(handle, count * width, start * width)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise DataError(f"{path}: cannot read at byte offset {start * width} ({error.strerror})") from error
+    data = storage.read(path, start * width, count * width)
     if len(data) != count * width:
         raise DataError(f"{path}: {len(data)} bytes at byte offset {start * width} where {count * width} are expected: "
                         "the file was cut after it was checked")
@@ -104,32 +95,19 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 def _check_file(path: str, dtype: np.dtype, vocab_size: int, expected: int | None) -> FileReport:
     width = dtype.itemsize
-    if "://" in path:
-        raise DataError(f"{path}: token files at a URL cannot be read yet; copy them and set the source's root")
-    try:
-        size = os.stat(path).st_size
-        handle = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    try:
-        if os.path.isdir(path):
-            raise DataError(f"{path}: is a folder; give its files, such as {path}/*.npy")
-        head = os.pread(handle, len(NPY_MAGIC), 0)
-        if head == NPY_MAGIC:
-            raise DataError(f"{path}: starts with a .npy header at byte offset 0; token files are raw. Rewrite it with "
-                            "numpy.load(file).tofile(new_file)")
-        if size == 0:
-            raise DataError(f"{path}: is empty (0 bytes)")
-        if size % width:
-            raise DataError(f"{path}: {size} bytes are not whole {dtype.name} tokens of {width} bytes "
-                            f"({size % width} left over at byte offset {size - size % width}): cut short, or "
-                            "another dtype")
-        if expected is not None and size != expected * width:
-            raise DataError(f"{path}: {size} bytes hold {size // width} {dtype.name} tokens, but the manifest says "
-                            f"{expected}: changed after it was prepared")
-        blocks = _sample(handle, size, width)
-    finally:
-        os.close(handle)
+    size = storage.size(path)
+    if storage.read(path, 0, len(NPY_MAGIC)) == NPY_MAGIC:
+        raise DataError(f"{path}: starts with a .npy header at byte offset 0; token files are raw. Rewrite it with "
+                        "numpy.load(file).tofile(new_file)")
+    if size == 0:
+        raise DataError(f"{path}: is empty (0 bytes)")
+    if size % width:
+        raise DataError(f"{path}: {size} bytes are not whole {dtype.name} tokens of {width} bytes ({size % width} left "
+                        f"over at byte offset {size - size % width}): cut short, or another dtype")
+    if expected is not None and size != expected * width:
+        raise DataError(f"{path}: {size} bytes hold {size // width} {dtype.name} tokens, but the manifest says "
+                        f"{expected}: changed after it was prepared")
+    blocks = _sample(path, size, width)
     for offset, data in blocks:
         tokens = np.frombuffer(data, dtype)
         check_ids(tokens, vocab_size, path, offset // width)
@@ -137,14 +115,14 @@ def _check_file(path: str, dtype: np.dtype, vocab_size: int, expected: int | Non
     return FileReport(size // width, b"".join(data for _, data in blocks))
 
 
-def _sample(handle: int, size: int, width: int) -> list[tuple[int, bytes]]:
+def _sample(path: str, size: int, width: int) -> list[tuple[int, bytes]]:
     """Blocks spread evenly over the file, the first and the last bytes included; the whole of a small file."""
     block = SAMPLE_BYTES // width * width
     if size <= block * SAMPLE_BLOCKS:
-        return [(0, os.pread(handle, size, 0))]
+        return [(0, storage.read(path, 0, size))]
     # Offsets are multiples of 4 so that a wider type keeps its phase.
     offsets = [(size - block) * i // (SAMPLE_BLOCKS - 1) // 4 * 4 for i in range(SAMPLE_BLOCKS - 1)] + [size - block]
-    return [(offset, os.pread(handle, block, offset)) for offset in offsets]
+    return [(offset, storage.read(path, offset, block)) for offset in offsets]
 
 
 def _check_not_wider(path: str, dtype: np.dtype, blocks: list[bytes]) -> None:

@@ -87,6 +87,63 @@ class InstanceReader:
         return self._paths[part], (instance - before) * self._T
 
 
+class PackedReader:
+    """Reads instances of packed documents, padded on the right.
+
+    Args:
+      data: the resolved data, with a packing.
+    """
+
+    def __init__(self, data: ResolvedData):
+        assert data.packing is not None
+        self._index = data.packing
+        self._paths = [part.path for part in data.parts]
+        self._dtype = data.dtype
+        self._T = data.sequence_length
+        self._vocab_size, self._pad_id = data.vocab_size, data.pad_id
+        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """As `Reader.read`."""
+        tokens = np.full((len(ids), self._T), self._pad_id, self._dtype)
+        for row, instance in zip(tokens, ids, strict=True):
+            begin = 0
+            for path, start, length in self._documents(int(instance)):
+                row[begin:begin + length] = read_tokens(path, self._dtype, start, length)
+                begin += length
+        return tokens
+
+    def lengths(self, ids: np.ndarray) -> list[np.ndarray]:
+        """As `Reader.lengths`."""
+        return [np.array([length for _, _, length in self._documents(int(instance))]) for instance in ids]
+
+    def check(self, tokens: np.ndarray, ids: np.ndarray) -> None:
+        """As `Reader.check`."""
+        if tokens.size and int(tokens.max()) >= self._vocab_size:
+            for row, instance in zip(tokens, ids, strict=True):
+                begin = 0
+                for path, start, length in self._documents(int(instance)):
+                    check_ids(row[begin:begin + length], self._vocab_size, path, start)
+                    begin += length
+
+    def _documents(self, instance: int) -> list[tuple[str, int, int]]:
+        """File, first token and number of tokens of each document of an instance."""
+        if self._arrays is None:
+            self._arrays = self._index.arrays()
+        documents, first = self._arrays
+        rows = documents[int(first[instance]):int(first[instance + 1])]
+        return [(self._paths[file], start, length) for start, file, length in rows.tolist()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process maps the packing itself: it is not sent through the pickle.
+        return self.__dict__ | {"_arrays": None}
+
+
+def make_reader(data: ResolvedData) -> Reader:
+    """The reader of resolved data."""
+    return InstanceReader(data) if data.packing is None else PackedReader(data)
+
+
 @dataclasses.dataclass(frozen=True)
 class RowRules:
     """What is worked out for each row beside its tokens.

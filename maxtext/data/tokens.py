@@ -9,31 +9,38 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
-import glob
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from maxtext.config.schema import Config, SourceConfig
+from maxtext.config.schema import Config, DataConfig
 from maxtext.data import DataError
 from maxtext.data.manifest import DTYPES, Prepared, load_prepared, smallest_dtype
+from maxtext.data.mixture import MixtureSource, allot
+from maxtext.data.packing import PackedIndex, PackingPlan, pack
 from maxtext.data.preflight import FileReport, check_files, raise_problems, read_tokens
+from maxtext.data.sources import SourceFile, find_files
 
 DOCUMENT_BLOCK_TOKENS = 1 << 20
 
 
 class Part(NamedTuple):
-    """One occurrence of a file in an epoch: its first n_instances instances, of n_tokens tokens in the file."""
+    """One occurrence of a file in an epoch: its first n_instances instances, of n_tokens tokens in the file.
+
+    n_instances is 0 when documents are packed, as instances are then of several files. label is that of the mix list.
+    allotted is what a mixture by ratios gives the file, before it is cut to whole blocks (`ResolvedData.chunk`).
+    """
 
     source: str
     path: str
     n_tokens: int
     n_instances: int
+    label: str = ""
+    allotted: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +56,8 @@ class ResolvedData:
       sequence_length: T.
       fingerprint: hex identity of the epoch: names, sizes and sampled content of the files, T and type.
       tokenizer: path of the prepared folder's tokenizer, or None.
+      chunk: consecutive instances that the order keeps together (data.max_target_sequence_length).
+      packing: how documents are packed into instances, or None when files are cut.
     """
 
     vocab_size: int
@@ -61,15 +70,21 @@ class ResolvedData:
     sequence_length: int
     fingerprint: str
     tokenizer: str | None = None
+    chunk: int = 1
+    packing: PackedIndex | None = None
 
     @property
     def n_instances(self) -> int:
         """Instances in one epoch."""
-        return sum(part.n_instances for part in self.parts)
+        return sum(part.n_instances for part in self.parts) if self.packing is None else self.packing.n_instances
 
 
-def resolve(cfg: Config) -> ResolvedData:
+def resolve(cfg: Config, training: bool = True) -> ResolvedData:
     """Finds and checks the token files of a run; reads samples of them only.
+
+    Args:
+      cfg: the run.
+      training: False leaves its training files alone (they need not be there), for evaluation: `parts` is empty.
 
     Raises:
       DataError: every file that cannot be used, with the place in it; ids or types that contradict each other; fewer
@@ -78,25 +93,48 @@ def resolve(cfg: Config) -> ResolvedData:
     prepared = None if cfg.data.prepared is None else load_prepared(cfg.data.prepared)
     vocab_size, eos_id, pad_id = _identity(cfg, prepared)
     dtype = _dtype(cfg, prepared, vocab_size)
-    files, eval_sets, expected = _find_files(cfg, prepared)
-    reports = check_files([*(path for paths in files.values() for path in paths),
-                           *(path for paths in eval_sets.values() for path in paths)], dtype, vocab_size, expected)
-    parts = tuple(part for name, paths in files.items()
-                  for part in _repeat(name, paths, reports, cfg.data.sequence_length, _repeats(cfg, name)))
-    n_instances = sum(part.n_instances for part in parts)
-    if n_instances < cfg.train.global_batch:
-        T = cfg.data.sequence_length
-        rows = ", ".join(f"{part.path} {part.n_tokens} // {T} = {part.n_tokens // T}" for part in parts[:8])
-        more = f", and {len(parts) - 8} more files" if len(parts) > 8 else ""
-        raise DataError(f"data.sources: one epoch has {n_instances} instances of data.sequence_length {T} tokens, but "
-                        f"train.global_batch is {cfg.train.global_batch}: {rows}{more}. Add data, or lower one of them")
-    if n_instances >= 2**32:
-        raise DataError(f"data.sources: {n_instances:,} instances in one epoch; the order holds fewer than 2^32. Raise "
-                        "data.sequence_length or lower repeat")
-    return ResolvedData(
+    files, eval_sets = find_files(cfg, prepared, training)
+    reports = check_files([*(file.path for group in files.values() for file in group),
+                           *(path for paths in eval_sets.values() for path in paths)], dtype, vocab_size,
+                          {} if prepared is None else prepared.tokens_of())
+    chunk = (cfg.data.max_target_sequence_length or cfg.data.sequence_length) // cfg.data.sequence_length
+    parts = tuple(_parts(cfg, files, reports, chunk))
+    packing = None
+    fingerprint = _fingerprint(parts, reports, cfg, dtype)
+    if cfg.data.packing == "best_fit" and training:
+        packing = pack(_packing_plan(cfg.data, parts, dtype, eos_id), fingerprint, cache_dir(cfg))
+        # What was packed with what counts too: it may depend on the machine (data.packing_ties).
+        fingerprint = hashlib.sha256(f"{fingerprint} {packing.summary['sha256']}".encode()).hexdigest()
+    data = ResolvedData(
         vocab_size, eos_id, pad_id, dtype, parts, eval_sets, None if prepared is None else prepared.token_bytes,
-        cfg.data.sequence_length, _fingerprint(parts, reports, cfg.data.sequence_length, dtype),
-        None if prepared is None else str(prepared.tokenizer))
+        cfg.data.sequence_length, fingerprint, None if prepared is None else str(prepared.tokenizer), chunk, packing)
+    if training:
+        _check_instances(cfg, data)
+    return data
+
+
+def cache_dir(cfg: Config) -> str:
+    """Where the order of instances and the packing of documents are kept: they serve every run of the same data."""
+    return f"{cfg.output_dir}/data_order"
+
+
+def _check_instances(cfg: Config, data: ResolvedData) -> None:
+    """Refuses an epoch that is shorter than a batch, with the arithmetic, or too long for the order."""
+    count, longest = data.n_instances, cfg.data.max_target_sequence_length or cfg.data.sequence_length
+    if count < cfg.train.global_batch:
+        rows = ", ".join(f"{part.path} {part.n_tokens:,} // {longest} = {part.n_tokens // longest}"
+                         for part in data.parts[:8])
+        more = f", and {len(data.parts) - 8} more files" if len(data.parts) > 8 else ""
+        key = "data.sequence_length" if data.chunk == 1 else "data.max_target_sequence_length"
+        how = "of packed documents" if data.packing is not None else f"of {key} {longest} tokens"
+        arithmetic = "" if data.packing is not None else f": {rows}{more}"
+        times = f" x {data.chunk}" if data.chunk > 1 else ""
+        raise DataError(f"data.sources: one epoch has {count} instances{times and f' ({count // data.chunk}{times})'} "
+                        f"{how}, but train.global_batch is {cfg.train.global_batch}{arithmetic}. Add data, or lower "
+                        "one of them")
+    if count >= 2**32:
+        raise DataError(f"data.sources: {count:,} instances in one epoch; the order holds fewer than 2^32. Raise "
+                        "data.sequence_length or lower repeat")
 
 
 def read_documents(paths: Sequence[str], dtype: np.dtype, eos_id: int) -> Iterator[np.ndarray]:
@@ -158,116 +196,54 @@ def _dtype(cfg: Config, prepared: Prepared | None, vocab_size: int) -> np.dtype:
     return dtype
 
 
-def _find_files(cfg: Config, prepared: Prepared | None) -> tuple[
-        dict[str, list[str]], dict[str, tuple[str, ...]], dict[str, int]]:
-    """Training files by source, held-out files by set, and the token counts that the manifest gives."""
-    problems: list[str] = []
-    files: dict[str, list[str]] = {}
-    expected: dict[str, int] = {}
-    if prepared is not None:
-        everything = [*prepared.train.values(), *prepared.heldout.values()]
-        expected = {file.path: file.tokens for group in everything for file in group}
-    if not cfg.data.sources and prepared is None:
-        problems.append("data.sources: is empty; name a source with paths, or give data.prepared")
-    for name in cfg.data.sources or (prepared.train if prepared else {}):
-        try:
-            files[name] = _source_files(name, cfg.data.sources.get(name, SourceConfig()), prepared)
-        except DataError as error:
-            problems.append(str(error))
-    eval_sets: dict[str, tuple[str, ...]] = {}
-    for name, eval_set in cfg.eval.sets.items():
-        try:
-            eval_sets[name] = tuple(_expand(eval_set.paths, "", f"eval.sets.{name}.paths"))
-        except DataError as error:
-            problems.append(str(error))
-    raise_problems(problems)
-    if not eval_sets and prepared is not None:
-        eval_sets = {name: tuple(file.path for file in group) for name, group in prepared.heldout.items()}
-    return files, eval_sets, expected
-
-
-def _source_files(name: str, source: SourceConfig, prepared: Prepared | None) -> list[str]:
-    """The files of one source in data-set order: its paths, its mix file, or those of the prepared folder."""
-    where = f"data.sources.{name}"
-    if source.paths and source.mix is not None:
-        raise DataError(f"{where}: give paths or mix, not both")
-    if source.paths:
-        return _expand(source.paths, source.root, f"{where}.paths")
-    if source.mix is not None:
-        return _read_mix(source)
-    if prepared is None:
-        raise DataError(f"{where}: gives neither paths nor mix, and there is no data.prepared")
-    files = [file.path for file in prepared.source(name)]
-    if not files:
-        raise DataError(f"{where}: {prepared.folder} has no training file of it")
-    return files
-
-
-def _expand(paths: Sequence[str], root: str, key: str) -> list[str]:
-    """Paths from `root` on, with globs replaced by their matches sorted by name."""
-    if not paths:
-        raise DataError(f"{key}: is empty")
-    files: list[str] = []
-    for path in paths:
-        full = _join(root, path)
-        if "://" not in full and glob.has_magic(full) and not os.path.exists(full):
-            matches = sorted(glob.glob(full, recursive=True))
-            if not matches:
-                raise DataError(f"{key}: no file matches {full}")
-            files += matches
+def _parts(cfg: Config, files: dict[str, list[SourceFile]], reports: dict[str, FileReport],
+           chunk: int) -> Iterator[Part]:
+    """The epoch in data-set order, from ratios or repeats."""
+    T, sources = cfg.data.sequence_length, cfg.data.sources
+    if cfg.data.mixture_tokens is not None:
+        mixture = {name: MixtureSource(source.ratio or 0.0, [reports[file.path].n_tokens for file in files[name]],
+                                       source.max_repetition, source.max_source_fraction)
+                   for name, source in sources.items()}
+        for take in allot(mixture, cfg.data.mixture_tokens, T, cfg.train.global_batch):
+            file = files[take.source][take.file]
+            yield Part(take.source, file.path, reports[file.path].n_tokens, take.instances // chunk * chunk, file.label,
+                       take.instances)
+        return
+    for name, group in files.items():
+        repeat = sources[name].repeat if name in sources else 1.0
+        if cfg.data.packing == "best_fit":
+            for file in group * int(repeat):
+                yield Part(name, file.path, reports[file.path].n_tokens, 0, file.label)
         else:
-            files.append(full)
-    return files
+            yield from _repeat(name, group, reports, T * chunk, repeat, chunk)
 
 
-def _read_mix(source: SourceConfig) -> list[str]:
-    """The paths of a mix file of `label,path` lines, in the order of the file (OLMo-core `data/mixes`)."""
-    assert source.mix is not None
-    try:
-        lines = Path(source.mix).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source.mix}: cannot read the mix file ({error})") from error
-    files = []
-    for number, line in enumerate(lines, 1):
-        line = line.strip()
-        if line and not line.startswith("#"):
-            label, comma, path = (part.strip() for part in line.partition(","))
-            if not (label and comma and path):
-                raise DataError(f"{source.mix}:{number}: expected label,path but found {line!r}")
-            files.append(_join(source.root, path.replace("{TOKENIZER}", source.tokenizer_placeholder)))
-    if not files:
-        raise DataError(f"{source.mix}: names no file")
-    return files
-
-
-def _join(root: str, path: str) -> str:
-    if not root or "://" in path or os.path.isabs(path):
-        return path
-    return f"{root.rstrip('/')}/{path}" if "://" in root else os.path.join(root, path)
-
-
-def _repeats(cfg: Config, name: str) -> float:
-    return cfg.data.sources[name].repeat if name in cfg.data.sources else 1.0
-
-
-def _repeat(source: str, paths: Sequence[str], reports: dict[str, FileReport], sequence_length: int,
-            repeat: float) -> Iterator[Part]:
+def _repeat(source: str, files: Sequence[SourceFile], reports: dict[str, FileReport], longest: int, repeat: float,
+            chunk: int) -> Iterator[Part]:
     """Whole passes over the files, then a pass over the first instances of each file for the fraction that is left.
 
     The decimal that the user wrote counts, not its binary rounding: repeat 1.1 of 70 instances is 77.
     """
     exact = fractions.Fraction(str(repeat))
     for share in [fractions.Fraction(1)] * (exact.numerator // exact.denominator) + [exact % 1]:
-        for path in paths:
-            n_tokens = reports[path].n_tokens
-            n_instances = int(n_tokens // sequence_length * share)
+        for file in files:
+            n_tokens = reports[file.path].n_tokens
+            n_instances = int(n_tokens // longest * share) * chunk
             if n_instances or share == 1:
-                yield Part(source, path, n_tokens, n_instances)
+                yield Part(source, file.path, n_tokens, n_instances, file.label)
 
 
-def _fingerprint(parts: Sequence[Part], reports: dict[str, FileReport], sequence_length: int, dtype: np.dtype) -> str:
+def _packing_plan(data: DataConfig, parts: Sequence[Part], dtype: np.dtype, eos_id: int) -> PackingPlan:
+    return PackingPlan(tuple(part.path for part in parts), tuple(part.n_tokens for part in parts), dtype, eos_id,
+                       data.sequence_length, data.packing_group, data.packing_seed, data.packing_ties == "stable",
+                       data.document_boundaries == "csv")
+
+
+def _fingerprint(parts: Sequence[Part], reports: dict[str, FileReport], cfg: Config, dtype: np.dtype) -> str:
     """Identity of the epoch: folders are left out, so that data may move; content is sampled, not read."""
     digests = {path: hashlib.sha256(report.sample).hexdigest() for path, report in reports.items()}
-    identity = [[sequence_length, dtype.name],
-                *([os.path.basename(part.path), part.n_tokens, part.n_instances, digests[part.path]] for part in parts)]
+    longest = cfg.data.max_target_sequence_length
+    cut = [cfg.data.sequence_length, dtype.name, *([] if longest is None else [longest])]
+    identity = [cut, *([os.path.basename(part.path), part.n_tokens, part.n_instances, digests[part.path]]
+                       for part in parts)]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()

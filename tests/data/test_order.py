@@ -3,6 +3,8 @@
 import hashlib
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from maxtext.data import DataError, order
 from maxtext.data.order import GlobalOrder, instance_order
 
-EXPECTED = json.loads((Path(__file__).resolve().parents[1] / "oracles" / "data_loader" / "expected.json").read_text())
+ROOT = Path(__file__).resolve().parents[2]
+EXPECTED = json.loads((ROOT / "tests" / "oracles" / "data_loader" / "expected.json").read_text())
 
 
 def test_order_of_the_reference_training_run():
@@ -119,3 +122,49 @@ def test_damaged_cache_file_is_made_again(cached, damage):
     path.write_bytes(damage(good))
     assert np.array_equal(cached().instance_ids(3), want)
     assert path.read_bytes() == good
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_blocks_stay_together_and_are_shuffled_as_units(tmp_path, monkeypatch, chunk):
+    steps = GlobalOrder(116, 6, 5, "f", tmp_path, chunk)
+    ids = np.concatenate([steps.instance_ids(k) for k in range(1, 20)])
+    blocks = instance_order(116 // chunk, 5, 1)
+    want = (blocks[:, None] * chunk + np.arange(chunk, dtype=np.uint32)).ravel()
+    assert np.array_equal(ids, want[:19 * 6])
+    monkeypatch.setattr(order, "IN_MEMORY_INSTANCES", 20)
+    cached = GlobalOrder(116, 6, 5, "f", tmp_path / "cache", chunk)
+    assert np.array_equal(np.concatenate([cached.instance_ids(k) for k in range(1, 20)]), ids)
+    assert cached.cache_file(1).stat().st_size == 4 * 116 // chunk
+
+
+READER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from maxtext.data import order
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+
+computed = []
+shuffle = order.instance_order
+order.instance_order = lambda *args: computed.append(args) or shuffle(*args)
+before = peak()
+steps = order.GlobalOrder(int(sys.argv[3]), 512, 7, "f", sys.argv[2])
+ids = [steps.instance_ids(step) for step in range(1, 2000, 13)]
+print(len(computed), peak() - before, sum(int(i.sum()) for i in ids))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+def test_one_process_computes_a_large_order_and_the_others_map_it(tmp_path):
+    n = 20_000_000  # 80 MB
+    readers = [subprocess.Popen([sys.executable, "-c", READER, str(ROOT), str(tmp_path), str(n)],
+                                stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    results = sorted(tuple(map(int, reader.communicate(timeout=120)[0].split())) for reader in readers)
+    assert [computed for computed, _, _ in results] == [0, 0, 1]
+    peaks = [peak for _, peak, _ in results]
+    assert max(peaks[:2]) < 45e6, "16 MiB blocks to check the sum, and the pages of the rows that were read"
+    assert 4 * n <= peaks[2] < 4 * n + 60e6, "the index itself, once"
+    want = instance_order(n, 7, 1)
+    assert {total for _, _, total in results} == {
+        sum(int(want[512 * (step - 1):512 * step].sum()) for step in range(1, 2000, 13))}

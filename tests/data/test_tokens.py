@@ -90,11 +90,11 @@ def test_mix_file(make_config, write_tokens, tmp_path):
     refused(make_config({"x": source}), r"mix.txt:2: expected label,path but found 'no comma'")
     mix.write_text("\n")
     refused(make_config({"x": source}), "names no file")
-    refused(make_config({"x": SourceConfig(mix=str(tmp_path / "none.txt"))}), "none.txt: cannot read the mix file")
+    refused(make_config({"x": SourceConfig(mix=str(tmp_path / "none.txt"))}), "none.txt: no such mix file")
     refused(make_config({"x": SourceConfig(mix=str(mix), paths=("a",))}), "x: give paths or mix, not both")
     mix.write_text("web,a/{TOKENIZER}/b.npy\n")
     refused(make_config({"x": SourceConfig(mix=str(mix), root="gs://bucket/")}),
-            r"gs://bucket/a/allenai/dolma3-tokenizer/b.npy: .* at a URL cannot be read yet")
+            r"gs://bucket/a/allenai/dolma3-tokenizer/b.npy: this URL cannot be opened .*mount the bucket .*or copy")
 
 
 def test_every_bad_file_is_named_at_once(make_config, write_tokens, tmp_path):
