@@ -1,6 +1,18 @@
-"""Every test sees 8 virtual CPU devices; both variables must stand before jax is imported, also for child processes."""
+"""Every test sees 8 virtual CPU devices; the variables must stand before jax is imported, and go to child processes."""
 
+from __future__ import annotations
+
+import atexit
 import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.runs import Runs
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 flag = "--xla_force_host_platform_device_count=8"
@@ -12,3 +24,24 @@ os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
 # What is tested is arithmetic, not speed: without LLVM's optimisations a train step compiles in half the time.
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+# The same tiny models are compiled over and over, by child processes too: one cache for all processes of a test run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="maxtext-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+
+@pytest.fixture(scope="session")
+def prepared_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The committed text, prepared: a tokenizer and token files of two sources."""
+    from tests.runs import prepare_text
+
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, prepared_text: Path) -> Runs:
+    """Configs of small runs in a folder of this test alone."""
+    from tests.runs import Runs
+
+    return Runs(tmp_path, prepared_text)
