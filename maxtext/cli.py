@@ -21,6 +21,7 @@ verbs
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
   data prepare [...]                         text to a tokenizer and token files
   checkpoint ls | verify RUN                 what is saved, and whether it is whole
+  convert import | export | verify [...]     weights of transformers and OLMo-core in and out
   report RUN                                 write report.html and loss.png of a run
 
 `maxtext VERB --help` says more. `python train.py` is `maxtext train`.
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     verbs: dict[str, Callable[[list[str]], int]] = {
-        "train": train, "config": _config, "data": _data, "checkpoint": _checkpoint, "report": _report,
+        "train": train, "config": _config, "data": _data, "checkpoint": _checkpoint, "convert": _convert,
+        "report": _report,
     }
     if argv[0] not in verbs:
         import difflib
@@ -103,13 +105,14 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
     prepare_runtime()
     from maxtext.checkpoint.manager import CheckpointError
     from maxtext.data import DataError
+    from maxtext.eval.catalogue import TaskError
     from maxtext.parallel.mesh import MeshError
     from maxtext.train.loop import TrainingError, train
     from maxtext.train.resume import ResumeError
 
     try:
         outcome = train(cfg, origins)
-    except (DataError, MeshError, CheckpointError, ResumeError) as error:
+    except (DataError, TaskError, MeshError, CheckpointError, ResumeError) as error:
         return _mistake(error)
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)
@@ -151,6 +154,12 @@ def _data(argv: list[str]) -> int:
 
 def _checkpoint(argv: list[str]) -> int:
     from maxtext.checkpoint.inspect import run
+
+    return run(argv)
+
+
+def _convert(argv: list[str]) -> int:
+    from maxtext.convert.commands import run
 
     return run(argv)
 

@@ -260,9 +260,15 @@ def _checkpoints(cfg: Config) -> Iterator[Problem]:
 
 
 def _held_out(cfg: Config) -> Iterator[Problem]:
-    if cfg.eval.every is not None and not cfg.eval.sets and cfg.data.prepared is None:
+    if cfg.eval.every is not None and not cfg.eval.sets and not cfg.eval.tasks and cfg.data.prepared is None:
         yield "eval.every", (f"eval.every {cfg.eval.every} is set, but there is nothing to evaluate: give eval.sets, "
-                             "or data.prepared with held-out sets")
+                             "eval.tasks, or data.prepared with held-out sets")
+    if cfg.eval.tasks and cfg.eval.tokenizer is None and cfg.data.prepared is None:
+        yield "eval.tokenizer", ("eval.tasks are text, which needs a tokenizer; set eval.tokenizer to the file that "
+                                 "the token files were made with, or give data.prepared")
+    twice = sorted({name for name in cfg.eval.tasks if cfg.eval.tasks.count(name) > 1})
+    if twice:
+        yield "eval.tasks", f"{', '.join(twice)} is listed twice; list each task once"
     for name, one in cfg.eval.sets.items():
         if name in RESERVED_SETS:
             yield f"eval.sets.{name}", f"{name} is the name of an average over all sets; give the set another name"

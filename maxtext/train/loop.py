@@ -25,7 +25,7 @@ from maxtext.config.schema import Config
 from maxtext.data.batch import Batch
 from maxtext.data.pipeline import make_batches
 from maxtext.data.tokens import ResolvedData, resolve
-from maxtext.eval.perplexity import Evaluator
+from maxtext.eval.evaluations import Evaluations
 from maxtext.model.cost import count_params, flops_per_token, peak_flops
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
@@ -65,7 +65,8 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
       devices: to train on; all by default.
 
     Raises:
-      DataError, MeshError, CheckpointError, ResumeError: for what is wrong with data, devices or saved state.
+      DataError, TaskError, MeshError, CheckpointError, ResumeError: for what is wrong with data, tasks, devices or
+        saved state.
       TrainingError: when the loss is not finite.
     """
     started = time.monotonic()
@@ -111,7 +112,7 @@ class Run:
             with open(os.path.join(cfg.run_dir, "config.yml"), "w") as file:
                 file.write(config_text)
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=self.step, primary=jax.process_index() == 0)
-        self.evaluator = Evaluator(cfg, data, mesh) if cfg.eval.every is not None and data.eval_sets else None
+        self.evaluate = Evaluations(cfg, data, mesh) if cfg.eval.every is not None else None
         self.clock = Clock()
         console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, self.batches.describe(), data.eval_sets))
 
@@ -197,11 +198,11 @@ class Run:
                 self.checkpoints.wait()
 
     def _evaluate(self) -> Record:
-        if self.evaluator is None:
+        if not self.evaluate:
             return Record()
         with self.clock.apart("eval"):
             began = time.perf_counter()
-            scores = self.evaluator(self.state.params)
+            scores = self.evaluate(self.state.params)
         seconds = time.perf_counter() - began
         self.console.evaluation(self.step, scores, seconds)
         return scores | {"throughput/in-loop eval time (s)": seconds}

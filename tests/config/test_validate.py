@@ -148,6 +148,8 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({"eval__sets": {"macro": EvalSetConfig(("p",))}}, "eval.sets.macro", "macro is the name of an average"),
     ({"eval__sets": {"micro": EvalSetConfig(("p",))}}, "eval.sets.micro", "micro is the name of an average"),
     ({"eval__sets": {"s": EvalSetConfig(())}}, "eval.sets.s.paths", "an empty list"),
+    ({"eval__tasks": ("copa_rc_0shot",)}, "eval.tokenizer", "set eval.tokenizer to the file that the token"),
+    ({"eval__tasks": ("a", "b", "a"), "eval__tokenizer": "t.json"}, "eval.tasks", "a is listed twice"),
     ({"run_name": ""}, "run_name", "run_name '' is not the name of one folder"),
     ({"run_name": "../x"}, "run_name", "is not the name of one folder"),
     ({"run_name": "a/b"}, "run_name", "is not the name of one folder"),
@@ -193,6 +195,7 @@ def test_a_broken_rule_is_one_problem_that_names_keys_and_numbers(change, key, m
     {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": -1}, {"mesh__fsdp": 4},
     {"checkpoint__keep_every": 2000}, {"checkpoint__every": None},
     {"eval__every": 10, "eval__sets": {"s": EvalSetConfig(("p",))}},
+    {"eval__every": 10, "eval__tasks": ("copa_rc_0shot",), "eval__tokenizer": "t.json"},
     {"run_name": "a b.1-x"},
 ])
 def test_a_configuration_just_inside_the_rules_has_no_problem(change):
