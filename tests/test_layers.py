@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "data": _DATA,
     "generate": _MODEL | {"generate"},
     "eval": _EVAL,
-    "convert": _MODEL | {"checkpoint", "convert"},
+    "convert": _MODEL | _DATA | {"checkpoint", "convert"},
     "train": _TRAIN,
     "plan": _TRAIN | {"plan"},
     "report": {"config", "report"},

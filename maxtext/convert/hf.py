@@ -1,0 +1,362 @@
+"""Folders of Hugging Face transformers: read one into a checkpoint of ours, and write one from it.
+
+A tensor that is missing, unknown, renamed or of another shape is named before anything is written. A square matrix that
+was transposed cannot be seen here; `maxtext convert verify` names the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from maxtext.checkpoint.manager import Checkpoints
+from maxtext.checkpoint.streamed import StreamedLeaf
+from maxtext.config.load import to_yaml
+from maxtext.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from maxtext.convert import ConvertError, safetensors
+from maxtext.convert.families import Family, family_for, family_of, read_model, write_config
+from maxtext.convert.mapping import Place, assemble, check_tensors, pieces, places
+from maxtext.convert.saved import PARAMS, TOKENIZER, Saved
+from maxtext.convert.torch_files import open_bins
+from maxtext.model.decoder import decoder_params, leaf_names
+from maxtext.parallel.sharding import is_param
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+                   "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
+# Types of weights, by torch's name of them.
+WEIGHT_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+                 "float16": np.dtype(np.float16)}
+# Keys of a config.json that say nothing about the architecture; an export writes them back as they came.
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Tensor(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    def read(self) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A transformers folder: its config.json, and its tensors, of which only the headers are read."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> str:
+        """The type of most of its weights, in torch's words."""
+        counts: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            counts[str(tensor.dtype)] = counts.get(str(tensor.dtype), 0) + int(np.prod(tensor.shape))
+        return max(counts, key=counts.__getitem__)
+
+
+def open_folder(path: str) -> Folder:
+    """Reads config.json and the headers of all weight files. Raises ConvertError when something is missing."""
+    folder = Path(path)
+    config = read_json(folder / "config.json")
+    return Folder(folder, config, _open_tensors(folder))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConvertError(f"{path}: not found; give the folder of a transformers model") from None
+    except (OSError, ValueError) as error:
+        raise ConvertError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConvertError(f"{path}: a JSON object is expected")
+    return value
+
+
+def _open_tensors(folder: Path) -> Mapping[str, Tensor]:
+    if (folder / INDEX).exists():
+        files = {name: str(file) for name, file in read_json(folder / INDEX).get("weight_map", {}).items()}
+        return _union(folder, sorted(set(files.values())), files)
+    found = sorted(file.name for file in folder.glob("model*.safetensors"))
+    if found:
+        _refuse_missing_parts(folder, found)
+        return _union(folder, found, None)
+    bins = sorted(folder.glob("pytorch_model*.bin"))
+    if bins:
+        return open_bins(bins)
+    raise ConvertError(f"{folder}: no weights: neither {WEIGHTS}, nor {INDEX}, nor pytorch_model.bin")
+
+
+def _union(folder: Path, files: list[str], index: Mapping[str, str] | None) -> dict[str, Tensor]:
+    """The tensors of several files, each of which has its own; checked against the index when there is one."""
+    found: dict[str, Tensor] = {}
+    home: dict[str, str] = {}
+    for file in files:
+        for name, stored in safetensors.read_header(str(folder / file)).items():
+            if name in home:
+                raise ConvertError(f"{folder}: {name} is in {home[name]} and again in {file}")
+            found[name], home[name] = stored, file
+    wrong = [f"{name} is listed in {file}, but is {'in ' + home[name] if name in home else 'in no file'}"
+             for name, file in (index or {}).items() if home.get(name) != file]
+    if index is not None:
+        wrong += [f"{name} in {file} is not listed" for name, file in home.items() if name not in index]
+    if wrong:
+        raise ConvertError("\n  ".join([f"{folder / INDEX} does not fit the files beside it:", *wrong[:20]]))
+    return found
+
+
+def _refuse_missing_parts(folder: Path, files: list[str]) -> None:
+    """Files called model-00001-of-00003 and so on must all be there."""
+    for file in files:
+        stem = file.removesuffix(".safetensors").split("-of-")
+        if len(stem) == 2 and stem[1].isdigit() and len(files) != int(stem[1]):
+            raise ConvertError(f"{folder}: {file} is one of {int(stem[1])} files, {len(files)} are there")
+
+
+# ---- import
+
+
+def import_folder(path: str, out: str, note: Callable[[str], None]) -> Config:
+    """Writes a transformers folder as a checkpoint of ours: float32 weights alone, as step 0 of `out`/checkpoints.
+
+    Beside it lie config.yml, with which train.init_from, eval and export open it, and the tokenizer's files. Memory is
+    bounded by one array outside the blocks, or one layer's largest array, and one tensor.
+
+    Returns the config. Raises ConvertError; then nothing was written.
+    """
+    folder = open_folder(path)
+    family = family_of(folder.config, str(folder.path / "config.json"))
+    model = read_model(family, folder.config, str(folder.path / "config.json"))
+    wanted = places(family.rules_of(model), model)
+    tensors = _without_tied_head(folder, model)
+    _refuse_types(folder.path, tensors)
+    ignored = check_tensors(wanted, {name: tensor.shape for name, tensor in tensors.items()}, path, family.ignored)
+    if ignored:
+        note(f"ignored {len(ignored)} tensors that are computed, not learned: {ignored[0]} ...")
+    ids = {key: _one_id(folder.config.get(f"{key}_token_id")) for key in ("eos", "pad")}
+    cfg = converted_config(model, folder.dtype, out, int(folder.config.get("max_position_embeddings") or 0), **ids)
+    write_streamed(out, cfg, wanted, lambda name: tensors[name].read(), {
+        "converted": {"from": "transformers", "family": family.name, "dtype": folder.dtype, "config": folder.config}})
+    copied = copy_tokenizer(folder.path, Path(out, TOKENIZER))
+    note(f"{len(wanted)} tensors of {folder.dtype}, each mapped exactly once; "
+         f"tokenizer files: {', '.join(copied) or 'none found'}")
+    return cfg
+
+
+def _without_tied_head(folder: Folder, model: ModelConfig) -> dict[str, Tensor]:
+    """The tensors without a head that only repeats the embedding; ConvertError when it does not."""
+    tensors = dict(folder.tensors)
+    head, embed = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if model.tie_embeddings and head is not None and embed is not None:
+        if head.shape != embed.shape or not np.array_equal(_bits(head.read()), _bits(embed.read())):
+            raise ConvertError(f"{folder.path}: config.json says tie_word_embeddings, but lm_head.weight is not "
+                               "model.embed_tokens.weight; set it to false, or remove lm_head.weight")
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _refuse_types(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    wrong = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items()
+             if tensor.dtype not in WEIGHT_DTYPES.values() and not name.endswith("inv_freq")]
+    if wrong:
+        raise ConvertError("\n  ".join([f"{path}: weights must be {', '.join(WEIGHT_DTYPES)}; dequantise it first:",
+                                        *wrong[:20]]))
+
+
+def _one_id(value: Any) -> Any:
+    return next(iter(value), None) if isinstance(value, list) else value
+
+
+def converted_config(model: ModelConfig, dtype: str, out: str, positions: int, eos: Any, pad: Any,
+                     vocabulary: int | None = None) -> Config:
+    """A run config around a converted model; what only training needs is filled with values that train nothing."""
+    vocabulary = vocabulary or model.vocab_size
+    ids = [value if isinstance(value, int) and 0 <= value < vocabulary else 0 for value in (eos, pad)]
+    return Config(
+        model=model,
+        data=DataConfig(sequence_length=positions if positions > 1 else 2048, vocab_size=vocabulary,
+                        eos_id=ids[0], pad_id=ids[1],
+                        sources={"none": SourceConfig(paths=("a-converted-model-has-no-training-data",))}),
+        optim=OptimConfig(lr=0.0),
+        train=TrainConfig(steps=1, global_batch=1, compute_dtype="float32" if dtype == "float32" else "bfloat16"),
+        description="Converted weights",
+        run_name=Path(os.path.abspath(out)).name,
+        output_dir=str(Path(os.path.abspath(out)).parent),
+    )
+
+
+def refuse_used(out: str) -> None:
+    """ConvertError unless `out` can be made anew."""
+    if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        raise ConvertError(f"{out} exists and is not empty; choose another place, or remove it")
+
+
+def write_streamed(out: str, cfg: Config, wanted: Mapping[str, Place], read: Callable[[str], np.ndarray],
+                   extra: dict[str, Any]) -> None:
+    """Writes weights alone as step 0, piece by piece."""
+    def stream() -> Iterator[tuple[str, int | None, np.ndarray]]:
+        for piece, parts in pieces(wanted.values()).items():
+            yield PARAMS + piece.leaf, piece.repeat, assemble(piece, parts, read)
+
+    write_step(out, cfg, 0, weight_leaves(cfg.model), stream(), extra)
+
+
+def weight_leaves(model: ModelConfig, prefix: str = PARAMS) -> dict[str, StreamedLeaf]:
+    """What is written of the weights, or of the moments, of a model."""
+    declared = decoder_params(model)
+    return {prefix + name: StreamedLeaf(p.shape, "float32", by_row=p.dims[0] == "layers") for name, p in
+            zip(jax.tree.leaves(leaf_names(declared)), jax.tree.leaves(declared, is_leaf=is_param), strict=True)}
+
+
+def write_step(out: str, cfg: Config, step: int, leaves: dict[str, StreamedLeaf],
+               stream: Iterator[tuple[str, int | None, np.ndarray]], extra: dict[str, Any]) -> None:
+    """Writes one streamed step and config.yml into a new folder."""
+    refuse_used(out)
+    text = to_yaml(cfg)
+    checkpoints = Checkpoints(os.path.join(out, "checkpoints"), CheckpointConfig(), config_text=text)
+    try:
+        checkpoints.save_streamed(step, leaves, stream, extra)
+    finally:
+        checkpoints.close()
+    Path(out, "config.yml").write_text(text)
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copies the tokenizer's files as they are; returns their names."""
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in names:
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+# ---- export
+
+
+def export_folder(saved: Saved, path: str, dtype: str | None, shard_bytes: int, vocabulary: int | None,
+                  note: Callable[[str], None]) -> Family:
+    """Writes a checkpoint of ours as a folder that transformers loads.
+
+    Args:
+      dtype: of the tensors, in torch's words; None: that of the folder which was imported, else float32.
+      shard_bytes: size of a weight file above which there are several, with an index.
+      vocabulary: rows of embedding and head that are written, the others being padding that no token uses; None: all.
+
+    Raises ConvertError; then nothing was written under `path`.
+    """
+    refuse_used(path)
+    origin = (saved.manifest.extra or {}).get("converted", {})
+    dtype = dtype or (origin.get("dtype") if origin.get("dtype") in ("float32", "bfloat16") else "float32")
+    model = saved.cfg.model
+    family = family_for(model, origin.get("family"))
+    wanted = places(family.rules_of(model), model)
+    rows = model.vocab_size if vocabulary is None else vocabulary
+    shapes = {place.name: tuple(rows if i == 0 and is_vocabulary(place) else size for i, size in enumerate(place.shape))
+              for place in wanted.values()}
+    partial = f"{os.path.abspath(path)}.partial-{os.getpid()}"
+    os.makedirs(partial)
+    try:
+        _write_weights(partial, saved, wanted, shapes, WEIGHT_DTYPES[dtype], shard_bytes)
+        config = write_config(family, dataclasses.replace(model, vocab_size=rows), dtype, _positions(saved),
+                              _kept(saved))
+        Path(partial, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        copied = _export_tokenizer(saved, Path(partial))
+        written = open_folder(partial)  # the exactly-once check of what lies on disk now
+        trimmed = places(family.rules_of(model), dataclasses.replace(model, vocab_size=rows))
+        check_tensors(trimmed, {name: tensor.shape for name, tensor in written.tensors.items()}, partial)
+        os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    note(f"{len(wanted)} tensors of {dtype} as {family.architecture}, each written exactly once; "
+         f"tokenizer files: {', '.join(copied) or 'none known'}")
+    if rows != model.vocab_size:
+        note(f"vocabulary: {rows} of {model.vocab_size} rows; the others are padding (--keep-padding writes them too)")
+    return family
+
+
+def is_vocabulary(place: Place) -> bool:
+    """Whether the first dim of the tensor runs over the vocabulary."""
+    return place.piece.leaf in ("embed", "head")
+
+
+def _write_weights(folder: str, saved: Saved, wanted: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]],
+                   dtype: np.dtype, limit: int) -> None:
+    groups = safetensors.shards(shapes, dtype, limit)
+    names = [WEIGHTS] if len(groups) == 1 else [
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    leaf_name, leaf = "", np.empty(0)
+    for file, group in zip(names, groups, strict=True):
+        writer = safetensors.Writer(os.path.join(folder, file), group, dtype)
+        for name in group:
+            place = wanted[name]
+            if leaf_name != place.piece.leaf:  # tensors are in the order of our arrays: each array is read once
+                del leaf
+                leaf_name, leaf = place.piece.leaf, saved.leaf(PARAMS + place.piece.leaf)
+            piece = leaf if place.piece.repeat is None else leaf[place.piece.repeat]
+            writer.write(name, place.to_theirs(piece)[: shapes[name][0]])
+        writer.close()
+    if len(groups) > 1:
+        files = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+        index = {"metadata": {"total_size": safetensors.total_bytes(shapes.values(), dtype)}, "weight_map": files}
+        Path(folder, INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _kept(saved: Saved) -> dict[str, Any]:
+    config = (saved.manifest.extra or {}).get("converted", {}).get("config")
+    if config is not None:
+        return {key: config[key] for key in _KEPT if key in config}
+    data = tokens_of(saved)
+    return {"bos_token_id": None, "eos_token_id": data["eos_id"], "pad_token_id": data["pad_id"]}
+
+
+def _positions(saved: Saved) -> int:
+    config = (saved.manifest.extra or {}).get("converted", {}).get("config", {})
+    return config.get("max_position_embeddings") or saved.cfg.data.sequence_length
+
+
+def tokens_of(saved: Saved) -> dict[str, Any]:
+    """vocab_size, eos_id and pad_id of the tokenizer that a model was trained with; None where they are not known."""
+    data = saved.cfg.data
+    known = {"vocab_size": data.vocab_size, "eos_id": data.eos_id, "pad_id": data.pad_id}
+    if data.prepared is not None and Path(data.prepared, "dataset.json").is_file():
+        prepared = read_json(Path(data.prepared, "dataset.json"))
+        known = {key: prepared.get(key) if value is None else value for key, value in known.items()}
+    return known
+
+
+def _export_tokenizer(saved: Saved, target: Path) -> list[str]:
+    """The tokenizer's files that lie beside a converted model, or that of the prepared data of a run."""
+    copied = copy_tokenizer(saved.folder / TOKENIZER, target)
+    data = saved.cfg.data
+    if copied or data.prepared is None or not Path(data.prepared, "dataset.json").is_file():
+        return copied
+    file = Path(data.prepared, read_json(Path(data.prepared, "dataset.json"))["tokenizer"]["file"])
+    name = "tokenizer.json" if file.suffix == ".json" else "tokenizer.model"
+    shutil.copyfile(file, target / name)
+    return [name]

@@ -1,0 +1,275 @@
+"""Is a checkpoint of ours the same model as a transformers folder? Both sides on the same tokens, number by number.
+
+The other side is transformers itself where torch is installed, or a golden that it made earlier. A wrong mapping shows
+as the first layer whose hidden states differ.
+
+Dims: B batch, T position, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from maxtext.config.schema import ModelConfig
+from maxtext.convert import ConvertError
+from maxtext.convert.families import family_for
+from maxtext.convert.hf import Folder
+from maxtext.convert.mapping import layer_places, places
+from maxtext.convert.saved import PARAMS, Saved
+from maxtext.model.decoder import Block, Decoder, block_forward, embed, make_context
+from maxtext.model.layers import rms_norm
+from maxtext.parallel.mesh import AXES
+from maxtext.parallel.sharding import sharding, spec
+
+_TOKENS_AT_ONCE = 64  # float64 rows of the vocabulary that exist at one time
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What one side computes.
+
+    Attributes:
+      tokens_BT: int32 ids.
+      logits_BTV: float32.
+      hidden: float32 (B, T, D) of the embedding, then after each layer; the last one is after the final norm, as in
+        transformers. None when the golden has none.
+    """
+
+    tokens_BT: np.ndarray
+    logits_BTV: np.ndarray
+    hidden: list[np.ndarray] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The largest differences that still count as the same model; None: not limited."""
+
+    max_logit: float | None
+    mean_kl: float | None
+    top1: float | None
+    hidden: float  # L2 norm of the difference over that of the reference, per layer
+
+
+# float32: two implementations differ by rounding alone. bfloat16: the published comparison of an OLMo 3 7B port, and a
+# hidden state that rounding cannot explain.
+LIMITS = {
+    "float32": Limits(max_logit=1e-4, mean_kl=None, top1=None, hidden=1e-4),
+    "bfloat16": Limits(max_logit=None, mean_kl=1.5e-3, top1=0.9875, hidden=0.1),
+}
+
+
+# ---- our side
+
+
+def ours(saved: Saved, tokens_BT: np.ndarray, dtype: str) -> Trace:
+    """Runs a checkpoint of ours, layer by layer, on as many devices as its width and the rows divide over."""
+    model = saved.cfg.model
+    ways = max(n for n in range(1, len(jax.devices()) + 1) if model.d_model % n == 0 and len(tokens_BT) % n == 0)
+    mesh = Mesh(np.asarray(jax.devices()[:ways]).reshape(1, ways, 1), AXES, axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(np.asarray(tokens_BT, np.int32), sharding(mesh, "batch", None))
+        return run_layers(saved.params(mesh), tokens, model, jnp.dtype(dtype))
+
+
+def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype) -> Trace:
+    """The model's forward pass with every layer's output kept, on the current mesh."""
+    x_BTD, context = embed(p, tokens_BT, dtype), make_context(cfg, tokens_BT, None)
+    run_block = jax.jit(functools.partial(block_forward, cfg=cfg), static_argnames="window")
+    hidden = [_host(x_BTD)]
+    for block, window in zip(_blocks(p, cfg), cfg.layer_windows, strict=True):
+        x_BTD = run_block(block, x_BTD, context, window=window)
+        hidden.append(_host(x_BTD))
+    x_BTD = rms_norm(x_BTD, p.norm.astype(dtype), cfg.norm_eps)
+    hidden[-1] = _host(x_BTD)
+    head_DV = jax.sharding.reshard(p.head_DV.astype(dtype), spec(None, "vocab"))
+    logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, head_DV, out_sharding=spec("batch", None, "vocab"))
+    return Trace(np.asarray(tokens_BT), _host(logits_BTV), hidden)
+
+
+def _blocks(p: Decoder, cfg: ModelConfig) -> Iterator[Block]:
+    """The blocks in the order of the layers."""
+    for name, repeat in layer_places(cfg):
+        _, segment, position = name.split(".")
+        yield jax.tree.map(lambda w, r=repeat: w[r], p.segments[int(segment)][int(position)])
+
+
+def _host(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32))
+
+
+# ---- the other side
+
+
+def golden(path: str) -> Trace:
+    """A saved trace: input_ids (B, T), logits (B, T, V) and, if it has them, hidden_states (layers + 1, B, T, D)."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise ConvertError(f"{path}: cannot be read as .npz: {error}") from None
+    missing = [name for name in ("input_ids", "logits") if name not in found]
+    if missing:
+        raise ConvertError(f"{path}: has no {' and no '.join(missing)}; it has {', '.join(found)}")
+    ids, logits = found["input_ids"], found["logits"]
+    if ids.ndim != 2 or logits.shape[:2] != ids.shape or logits.ndim != 3:
+        raise ConvertError(f"{path}: input_ids {ids.shape} and logits {logits.shape} must be (B, T) and (B, T, V)")
+    hidden = found.get("hidden_states")
+    return Trace(ids.astype(np.int32), logits.astype(np.float32),
+                 None if hidden is None else [h.astype(np.float32) for h in hidden])
+
+
+def save_golden(path: str, trace: Trace) -> None:
+    np.savez_compressed(path, input_ids=trace.tokens_BT, logits=trace.logits_BTV,
+                        **({} if trace.hidden is None else {"hidden_states": np.stack(trace.hidden)}))
+
+
+def transformers_trace(path: str, tokens_BT: np.ndarray, dtype: str) -> Trace:
+    """Runs transformers' own model of a folder, on CPU, with plain attention."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ConvertError(f"running the other side needs torch and transformers ({error}); pip install torch "
+                           "transformers, or compare with a saved golden: --golden FILE.npz") from None
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    logits, hidden = [], []
+    with torch.no_grad():
+        for row in tokens_BT:  # one row at a time: plain attention keeps all scores
+            out = model(torch.from_numpy(row[None].astype(np.int64)), output_hidden_states=True, use_cache=False)
+            logits.append(out.logits.float().numpy())
+            hidden.append([state.float().numpy() for state in out.hidden_states])
+    states = [np.concatenate(layer) for layer in zip(*hidden, strict=True)]
+    return Trace(tokens_BT.astype(np.int32), np.concatenate(logits), states)
+
+
+# ---- comparison
+
+
+def compare(a: Trace, b: Trace, limits: Limits) -> dict[str, Any]:
+    """Numbers of our trace `a` against the reference `b`, and the list of limits that were passed."""
+    if b.logits_BTV.shape[-1] > a.logits_BTV.shape[-1]:
+        raise ConvertError(f"the reference has {b.logits_BTV.shape[-1]} logits, our model {a.logits_BTV.shape[-1]}")
+    logits_BTV = a.logits_BTV[..., : b.logits_BTV.shape[-1]]  # an export may leave padded rows of the vocabulary out
+    report: dict[str, Any] = {"rows": len(b.tokens_BT), "length": b.tokens_BT.shape[1]}
+    report |= _logit_numbers(logits_BTV, b.logits_BTV, b.tokens_BT)
+    report["layers"] = [] if a.hidden is None or b.hidden is None else _layer_numbers(a.hidden, b.hidden)
+    diverging = [layer["name"] for layer in report["layers"] if not layer["relative"] <= limits.hidden]
+    report["first_diverging_layer"] = diverging[0] if diverging else None
+    report["failures"] = list(_failures(report, limits))
+    return report
+
+
+def _logit_numbers(ours_BTV: np.ndarray, theirs_BTV: np.ndarray, tokens_BT: np.ndarray) -> dict[str, float]:
+    worst, total, kl, agree, nll, scored = 0.0, 0.0, [], 0, [0.0, 0.0], 0
+    vocabulary = theirs_BTV.shape[-1]
+    for row in range(len(tokens_BT)):
+        targets_T = np.append(tokens_BT[row, 1:], -1)
+        for start in range(0, len(targets_T), _TOKENS_AT_ONCE):
+            part = slice(start, start + _TOKENS_AT_ONCE)
+            x, y = ours_BTV[row, part].astype(np.float64), theirs_BTV[row, part].astype(np.float64)
+            gap = np.abs(x - y)
+            worst, total = float(np.maximum(worst, gap.max())), total + gap.sum()  # np.maximum keeps NaN
+            agree += int((x.argmax(-1) == y.argmax(-1)).sum())
+            log_x, log_y = _log_softmax(x), _log_softmax(y)
+            kl.append((np.exp(log_y) * (log_y - log_x)).sum(-1))
+            at = np.flatnonzero(targets_T[part] >= 0)
+            for side, logs in enumerate((log_x, log_y)):
+                nll[side] -= logs[at, targets_T[part][at]].sum()
+            scored += len(at)
+    kl_all = np.concatenate(kl)
+    return {
+        "max_logit_difference": worst,
+        "mean_logit_difference": total / (tokens_BT.size * vocabulary),
+        "mean_kl": float(kl_all.mean()),
+        "max_kl": float(kl_all.max()),
+        "top1_agreement": agree / tokens_BT.size,
+        "nll_ours": nll[0] / scored,
+        "nll_reference": nll[1] / scored,
+    }
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def _layer_numbers(a: list[np.ndarray], b: list[np.ndarray]) -> list[dict[str, Any]]:
+    if len(a) != len(b) or a[0].shape != b[0].shape:
+        raise ConvertError(f"our hidden states are {len(a)} of {a[0].shape}, the reference's {len(b)} of {b[0].shape}")
+    rows = []
+    for number, (x, y) in enumerate(zip(a, b, strict=True)):
+        name = "embedding" if number == 0 else f"layer {number - 1}"
+        gap = np.linalg.norm((x - y).astype(np.float64)) / max(np.linalg.norm(y.astype(np.float64)), 1e-30)
+        rows.append({"name": name + (" and final norm" if number == len(b) - 1 else ""),
+                     "max": float(np.abs(x - y).max()), "relative": float(gap)})
+    return rows
+
+
+def _failures(report: dict[str, Any], limits: Limits) -> Iterator[str]:
+    """One line for each limit that is passed; a NaN passes every limit."""
+    if limits.max_logit is not None and not report["max_logit_difference"] < limits.max_logit:
+        yield f"max |logit difference| {report['max_logit_difference']:.3g} is not below {limits.max_logit:g}"
+    if limits.mean_kl is not None and not report["mean_kl"] <= limits.mean_kl:
+        yield f"mean KL {report['mean_kl']:.3g} is above {limits.mean_kl:g}"
+    if limits.top1 is not None and not report["top1_agreement"] >= limits.top1:
+        yield f"top-1 agreement {report['top1_agreement']:.4%} is below {limits.top1:.2%}"
+    if report["first_diverging_layer"] is not None:
+        yield (f"hidden states first differ at {report['first_diverging_layer']}, by more than {limits.hidden:g} of "
+               "their norm: look at the tensors of that layer")
+
+
+def compare_weights(saved: Saved, folder: Folder) -> list[dict[str, Any]]:
+    """Tensors that are not in the folder as an export would write them: name, largest difference, likely cause."""
+    model = saved.cfg.model
+    family = family_for(model, folder.config.get("model_type"))
+    rows = int(folder.config.get("vocab_size", model.vocab_size))
+    different: list[dict[str, Any]] = []
+    leaf_name, leaf = "", np.empty(0)
+    for place in places(family.rules_of(model), model).values():
+        if leaf_name != place.piece.leaf:
+            leaf_name, leaf = place.piece.leaf, saved.leaf(PARAMS + place.piece.leaf)
+        piece = leaf if place.piece.repeat is None else leaf[place.piece.repeat]
+        mine = place.to_theirs(piece)
+        mine = mine[:rows] if place.piece.leaf in ("embed", "head") else mine
+        if place.name not in folder.tensors:
+            different.append({"name": place.name, "difference": math.inf, "note": "not in the folder"})
+            continue
+        theirs = folder.tensors[place.name].read()
+        mine = mine.astype(theirs.dtype)
+        if mine.shape != theirs.shape:
+            different.append({"name": place.name, "difference": math.inf, "note": f"shape {list(theirs.shape)}"})
+        elif not np.array_equal(mine, theirs):
+            gap = float(np.abs(mine.astype(np.float32) - theirs.astype(np.float32)).max())
+            turned = theirs.ndim == 2 and theirs.shape[0] == theirs.shape[1] and np.array_equal(mine, theirs.T)
+            different.append({"name": place.name, "difference": gap, "note": "transposed" if turned else ""})
+    return different
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a page."""
+    verdict = "passed" if not report["failures"] else "FAILED"
+    lines = [f"# Parity report: {verdict}", "", f"{report['checkpoint']} against {report['reference']}, "
+             f"{report['rows']} rows of {report['length']} tokens ({report['tokens']}), computed in {report['dtype']}.",
+             ""]
+    lines += [f"- {failure}" for failure in report["failures"]] + ([""] if report["failures"] else [])
+    lines += ["| quantity | value |", "|---|---|"]
+    lines += [f"| {name.replace('_', ' ')} | {report[name]:.6g} |" for name in (
+        "max_logit_difference", "mean_logit_difference", "mean_kl", "max_kl", "top1_agreement", "nll_ours",
+        "nll_reference")]
+    lines += ["", f"Weights that differ: {len(report['different_weights'])}"]
+    lines += [f"- {w['name']}: {w['difference']:.3g} {w['note']}".rstrip() for w in report["different_weights"][:50]]
+    if report["layers"]:
+        lines += ["", f"First layer that diverges: {report['first_diverging_layer'] or 'none'}", "",
+                  "| hidden states after | max difference | relative |", "|---|---|---|"]
+        lines += [f"| {row['name']} | {row['max']:.3g} | {row['relative']:.3g} |" for row in report["layers"]]
+    return "\n".join(lines) + "\n"
