@@ -194,9 +194,25 @@ def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.Nam
         rows.
 
     Raises:
-      DataError: the batch does not divide over the sharding.
+      DataError: the batch does not divide over the sharding, or the processes of the job resolved different data.
     """
+    _check_same_everywhere(resolved.fingerprint)
     return Batches(cfg, resolved, sharding)
+
+
+def _check_same_everywhere(fingerprint: str) -> None:
+    """Refuses processes that would read different batches: other files, or another packing on another kind of CPU."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(bytes.fromhex(fingerprint), np.uint8)
+    all_PF = np.asarray(multihost_utils.process_allgather(mine))
+    other = [process for process, theirs in enumerate(all_PF) if not np.array_equal(theirs, all_PF[0])]
+    if other:
+        raise DataError(f"processes {', '.join(map(str, other))} resolved other data than process 0 (fingerprint): all "
+                        "must see the same files; with data.packing best_fit on different CPUs write "
+                        "data.packing_ties: stable, or let them share output_dir")
 
 
 def local_rows(sharding: jax.sharding.NamedSharding | None, shape: tuple[int, int]) -> np.ndarray:

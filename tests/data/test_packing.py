@@ -327,3 +327,19 @@ def test_describe_counts_real_tokens(files, make_config):
     assert sum(row["share"] for row in info["sources"].values()) == pytest.approx(1)
     assert info["tokens_per_epoch"] == sum(kept.values())
     assert info["packing"]["padding"] == pytest.approx(1 - sum(kept.values()) / 16 / info["instances_per_epoch"])
+
+
+def test_what_stands_before_a_document_does_not_change_its_share(write_tokens, read_epoch):
+    """[A|B] and [A'|B]: B's tokens, targets, weights and segment are the same; the model's part is tested there."""
+    rows = {}
+    for name, first in (("one", 2), ("other", 500)):
+        a, b = [*range(first, first + 9), EOS], [*range(900, 904), EOS]
+        _, data, [batch] = read_epoch([write_tokens(f"{name}.npy", [*a, *b])])
+        assert data.n_instances == 1
+        assert batch.segments_BT.tolist() == [[0] * 10 + [1] * 5 + [2]]
+        assert batch.weights_BT.tolist() == [[1.0] * 14 + [0.0] * 2]
+        rows[name] = batch
+    one, other = rows["one"], rows["other"]
+    assert not np.array_equal(one.tokens_BT[:, :9], other.tokens_BT[:, :9])
+    for name in ("tokens_BT", "targets_BT", "weights_BT"):
+        assert np.array_equal(getattr(one, name)[:, 10:], getattr(other, name)[:, 10:])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from maxtext.config.schema import InstanceFilterConfig
 from maxtext.data import DataError
 from maxtext.data.batch import make_batch
 from maxtext.data.pipeline import fingerprint, fingerprint_numpy, local_rows, make_batches, rows_of
@@ -25,8 +26,11 @@ EPOCH = 14  # batches in one epoch of the data below
 
 @pytest.fixture
 def files(write_tokens):
-    """116 instances of 16 tokens, every one with its own tokens."""
-    return [write_tokens("a.npy", np.arange(2, 2 + 16 * 30 + 5)), write_tokens("b.npy", 16 * 86 + 9)]
+    """116 instances of 16 tokens, nearly every one with its own tokens."""
+    b = np.random.default_rng(0).integers(2, 1000, 16 * 86 + 9)
+    b[::37] = 0  # documents
+    b[400:900] = 77  # what an instance filter rejects
+    return [write_tokens("a.npy", np.arange(2, 2 + 16 * 30 + 5)), write_tokens("b.npy", b)]
 
 
 @pytest.fixture
@@ -125,24 +129,45 @@ def test_a_host_with_a_tensor_group_reads_only_its_rows():
     assert local_rows(None, (8, 16)).tolist() == list(range(8))
 
 
-def test_two_real_processes_give_the_single_process_batches(open_batches, files, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    script = Path(__file__).with_name("two_processes.py")
-    processes = [subprocess.Popen(
-        [sys.executable, script, str(port), str(rank), str(tmp_path / f"out{rank}.json"), *files],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    want = take(open_batches(batch=16), 4)
-    results = [json.loads((tmp_path / f"out{rank}.json").read_text()) for rank in (0, 1)]
+@pytest.fixture
+def two_processes(tmp_path):
+    """Returns f(files of process 0, files of process 1) -> what two_processes.py wrote in each of two processes."""
+
+    def run(*files_of):
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        script = Path(__file__).with_name("two_processes.py")
+        processes = [subprocess.Popen(
+            [sys.executable, script, str(port), str(rank), str(tmp_path / f"out{rank}.json"), *files],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank, files in enumerate(files_of)]
+        printed = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], printed
+        return [json.loads((tmp_path / f"out{rank}.json").read_text()) for rank in (0, 1)]
+
+    return run
+
+
+def test_two_real_processes_give_the_single_process_batches(two_processes, open_batches, files):
+    results = two_processes(files, files)
+    plain = open_batches(batch=16, document_masking=True,
+                         instance_filter=InstanceFilterConfig(enabled=True, max_period=1, max_count=3))
+    want = [next(plain) for _ in range(4)]
+    assert 0 < sum(batch.rejected_B.sum() for batch in want) < 32
+    assert max(batch.segments_BT.max() for batch in want) > 0
     assert results[0]["rows"] == [0, 1, 4, 5, 8, 9, 12, 13]
     assert results[1]["rows"] == [2, 3, 6, 7, 10, 11, 14, 15]
     for result in results:
-        assert result["fingerprints"] == [int(fingerprint_numpy(tokens)) for tokens in want]
-        for step, tokens in enumerate(want):
-            assert result["tokens"][step] == tokens[result["rows"]].tolist()
+        assert result["fingerprints"] == [int(fingerprint_numpy(batch.tokens_BT)) for batch in want]
+        for step, batch in enumerate(want):
+            for name in ("tokens_BT", "weights_BT", "segments_BT", "rejected_B"):
+                assert result[name][step] == getattr(batch, name)[result["rows"]].tolist()
+
+
+def test_processes_with_different_data_refuse_to_start(two_processes, files, write_tokens):
+    other = [write_tokens("other/a.npy", np.arange(3, 3 + 16 * 30 + 5)), files[1]]
+    for result in two_processes(files, other):
+        assert result["refused"].startswith("processes 1 resolved other data than process 0")
 
 
 @pytest.mark.parametrize("done", [0, 1, 5, EPOCH - 1, EPOCH, EPOCH + 2])
