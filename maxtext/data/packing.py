@@ -16,7 +16,7 @@ import json
 import os
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -198,7 +198,8 @@ def _open(path: Path) -> PackedIndex | None:
     try:
         with open(path, "rb") as file:
             header = np.frombuffer(file.read(HEADER.itemsize), HEADER, 1)[0]
-            n_documents, n_instances, n_summary = (int(header[key]) for key in HEADER.names[1:])
+            n_documents, n_instances, n_summary = (
+                int(header[key]) for key in ("documents", "instances", "summary_bytes"))
             body = n_documents * DOCUMENT.itemsize + (n_instances + 1) * 8
             if header["magic"] != MAGIC or os.fstat(file.fileno()).st_size != HEADER.itemsize + body + n_summary:
                 return None
@@ -215,30 +216,22 @@ def _write(plan: PackingPlan, file: IO[bytes]) -> None:
     n_documents = 0
     summary: dict[str, Any] = {key: [0] * len(plan.paths) for key in ("documents", "truncated", "tokens", "dropped")}
     summary["file_order"] = plan.file_order()
-    groups = plan.groups()
-    at_once = max(1, FILES_AT_ONCE // plan.group)
-    with concurrent.futures.ThreadPoolExecutor(READ_THREADS) as pool:
-        for begin in range(0, len(groups), at_once):
-            window = groups[begin:begin + at_once]
-            found = pool.map(plan.documents, [number for group in window for number in group])
-            for group in window:
-                starts, lengths, files = [], [], []
-                for number in group:
-                    document_starts, full = next(found)
-                    starts.append(document_starts)
-                    lengths.append(np.minimum(full, plan.length))
-                    files.append(np.full(len(full), number))
-                    kept = int(lengths[-1].sum())
-                    summary["documents"][number] = len(full)
-                    summary["truncated"][number] = int((full > plan.length).sum())
-                    summary["tokens"][number] = kept
-                    summary["dropped"][number] = plan.n_tokens[number] - kept
-                documents, per_instance = pack_group(*(np.concatenate(x) for x in (starts, lengths, files)),
-                                                     plan.length, plan.stable_ties)
-                file.write(documents.tobytes())
-                digest.update(documents.tobytes())
-                counts.append(per_instance)
-                n_documents += len(documents)
+    for group in _documents_of_groups(plan):
+        for number, _, full in group:
+            kept = int(np.minimum(full, plan.length).sum())
+            summary["documents"][number] = len(full)
+            summary["truncated"][number] = int((full > plan.length).sum())
+            summary["tokens"][number] = kept
+            summary["dropped"][number] = plan.n_tokens[number] - kept
+        documents, per_instance = pack_group(
+            np.concatenate([starts for _, starts, _ in group]),
+            np.concatenate([np.minimum(full, plan.length) for _, _, full in group]),
+            np.concatenate([np.full(len(full), number) for number, _, full in group]), plan.length, plan.stable_ties)
+        data = documents.tobytes()
+        file.write(data)
+        digest.update(data)
+        counts.append(per_instance)
+        n_documents += len(documents)
     first = np.cumsum(np.concatenate(counts)).astype("<u8")
     file.write(first.tobytes())
     digest.update(first.tobytes())
@@ -247,3 +240,18 @@ def _write(plan: PackingPlan, file: IO[bytes]) -> None:
     file.write(text)
     file.seek(0)
     file.write(np.array([(MAGIC, n_documents, len(first) - 1, len(text))], HEADER).tobytes())
+
+
+def _documents_of_groups(plan: PackingPlan) -> Iterator[list[tuple[int, np.ndarray, np.ndarray]]]:
+    """For each group of files: position of the file in the plan, starts and full lengths of its documents.
+
+    Files are read on several threads, a limited number ahead of the packing.
+    """
+    groups = plan.groups()
+    at_once = max(1, FILES_AT_ONCE // plan.group)
+    with concurrent.futures.ThreadPoolExecutor(READ_THREADS) as pool:
+        for begin in range(0, len(groups), at_once):
+            window = groups[begin:begin + at_once]
+            found = pool.map(plan.documents, [number for group in window for number in group])
+            for group in window:
+                yield [(number, *next(found)) for number in group]
