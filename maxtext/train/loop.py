@@ -67,7 +67,7 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
     Raises:
       DataError, TaskError, MeshError, CheckpointError, ResumeError: for what is wrong with data, tasks, devices or
         saved state.
-      TrainingError: when the loss is not finite.
+      TrainingError: when a loss is not finite, or a gradient whose update was not skipped.
     """
     started = time.monotonic()
     console = Console(primary=jax.process_index() == 0)
@@ -111,7 +111,9 @@ class Run:
         if jax.process_index() == 0:
             with open(os.path.join(cfg.run_dir, "config.yml"), "w") as file:
                 file.write(config_text)
-        self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=self.step, primary=jax.process_index() == 0)
+        # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
+        kept = -1 if restored is None else self.step
+        self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=jax.process_index() == 0)
         self.evaluate = Evaluations(cfg, data, mesh) if cfg.eval.every is not None else None
         self.clock = Clock()
         console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, self.batches.describe(), data.eval_sets))
@@ -179,15 +181,16 @@ class Run:
         """Waits for an update and turns its metrics into OLMo-core's names."""
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         seconds = self.clock.lap()
-        if not math.isfinite(values["cross_entropy"]):
+        spoilt = not math.isfinite(values["grad_norm"]) and not values["skipped"]  # the new weights, not yet the loss
+        if spoilt or not math.isfinite(values["cross_entropy"]):
             raise TrainingError(self._not_finite(step, values))
         return step_record(self.cfg, step, values, seconds, wait_seconds, self.mesh)
 
     def _not_finite(self, step: int, values: dict[str, float]) -> str:
         newest = self.checkpoints.latest()
         back = "no checkpoint was saved before" if newest is None else f"the newest checkpoint is of update {newest}"
-        return (f"the loss of update {step} is {values['cross_entropy']} (grad norm {values['grad_norm']}); nothing "
-                f"was saved after it and {back}. Lower optim.lr or raise schedule.warmup_steps, look at the batch of "
+        return (f"update {step} is not finite: loss {values['cross_entropy']}, grad norm {values['grad_norm']}. It was "
+                f"not saved and {back}. Lower optim.lr or raise schedule.warmup_steps, look at the batch of "
                 f"update {step}, or go back by removing the newest checkpoints in {self.cfg.run_dir}/checkpoints.")
 
     def _save(self, wait: bool) -> None:

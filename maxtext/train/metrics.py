@@ -27,7 +27,10 @@ class MetricsWriter:
     """Writes the metrics of a run; on other processes than the primary it does nothing."""
 
     def __init__(self, run_dir: str, cfg: Config, *, resume_step: int, primary: bool = True) -> None:
-        """Open the files of `run_dir`, dropping what an interrupted run wrote for steps after `resume_step`."""
+        """Open the files of `run_dir`, dropping what an interrupted run wrote for steps after `resume_step`.
+
+        A run that starts anew gives -1.
+        """
         self._jsonl = self._events = None
         if not primary:
             return
@@ -144,10 +147,11 @@ class TensorBoard:
 
         if self._file is None:
             os.makedirs(self._folder, exist_ok=True)
-            name = f"events.out.tfevents.{int(wall_time)}.{socket.gethostname()}.{os.getpid()}.{self._resume_step}"
+            earlier = os.listdir(self._folder)
+            name = f"events.out.tfevents.{int(wall_time)}.{socket.gethostname()}.{os.getpid()}.{len(earlier)}"
             self._file = open(os.path.join(self._folder, name), "wb", buffering=0)  # noqa: SIM115  closed by close()
             self._append(Event(wall_time=wall_time, file_version="brain.Event:2"))
-            if self._resume_step > 0:  # TensorBoard then hides later steps that earlier attempts wrote
+            if earlier:  # TensorBoard then hides later steps that earlier attempts wrote
                 start = SessionLog(status=SessionLog.START)
                 self._append(Event(wall_time=wall_time, step=self._resume_step + 1, session_log=start))
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])

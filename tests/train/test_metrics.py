@@ -186,12 +186,12 @@ def events(path):
 
 
 def test_tensorboard_keeps_names_and_marks_a_resume(tmp_path):
-    for resume_step, written in ((0, (1, 2, 3)), (2, (3, 4))):
+    for resume_step, written in ((-1, (1, 2, 3)), (2, (3, 4)), (-1, (0, 1))):  # the last one starts all over
         writer = MetricsWriter(str(tmp_path), config(tensorboard=True), resume_step=resume_step)
         for step in written:
             writer.write(step, {"optim/LR (group 0)": 0.5, "eval/lm/code/CE loss": float("nan")})
         writer.close()
-    first, second = sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.suffix)
+    first, second, third = sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.suffix)
     version, *scalars = events(first)
     assert version.file_version == "brain.Event:2"
     assert [event.step for event in scalars] == [1, 2, 3]
@@ -199,6 +199,8 @@ def test_tensorboard_keeps_names_and_marks_a_resume(tmp_path):
     _, start, *scalars = events(second)
     assert (start.session_log.status, start.step) == (SessionLog.START, 3)
     assert [event.step for event in scalars] == [3, 4]
+    _, start, *_ = events(third)
+    assert (start.session_log.status, start.step) == (SessionLog.START, 0)
 
 
 def test_a_full_disk_stops_no_training_and_warns_once(tmp_path, capsys, monkeypatch):
