@@ -1,4 +1,4 @@
-"""The command line: `maxtext train | config | data | checkpoint | report`. A verb imports what it needs.
+"""The command line, `maxtext VERB ...` (`USAGE` lists the verbs). A verb imports what it needs.
 
 Exit codes: 0 done, or stopped cleanly; 2 a mistake in what was asked for (config, data, devices, saved state);
 3 training failed.
@@ -22,6 +22,7 @@ verbs
   data prepare [...]                         text to a tokenizer and token files
   checkpoint ls | verify RUN                 what is saved, and whether it is whole
   convert import | export | verify [...]     weights of transformers and OLMo-core in and out
+  eval RUN [--sets ...] [--tasks ...]        held-out sets and downstream tasks on a checkpoint
   report RUN                                 write report.html and loss.png of a run
 
 `maxtext VERB --help` says more. `python train.py` is `maxtext train`.
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     verbs: dict[str, Callable[[list[str]], int]] = {
         "train": train, "config": _config, "data": _data, "checkpoint": _checkpoint, "convert": _convert,
-        "report": _report,
+        "eval": _eval, "report": _report,
     }
     if argv[0] not in verbs:
         import difflib
@@ -160,6 +161,12 @@ def _checkpoint(argv: list[str]) -> int:
 
 def _convert(argv: list[str]) -> int:
     from maxtext.convert.commands import run
+
+    return run(argv)
+
+
+def _eval(argv: list[str]) -> int:
+    from maxtext.eval.offline import run
 
     return run(argv)
 

@@ -11,8 +11,8 @@ PACKAGE = ROOT / "maxtext"
 
 _MODEL = {"config", "parallel", "kernels", "model"}
 _DATA = {"config", "parallel", "data"}
-_EVAL = _MODEL | _DATA | {"generate", "eval"}
-_TRAIN = _EVAL | {"checkpoint", "report", "train"}  # report reads the files that train writes, and knows their format
+_EVAL = _MODEL | _DATA | {"checkpoint", "generate", "eval"}
+_TRAIN = _EVAL | {"report", "train"}  # report reads the files that train writes, and knows their format
 
 # Part -> the parts it may import, itself included. `cli` is absent: inside a verb it may import anything.
 MAY_IMPORT = {

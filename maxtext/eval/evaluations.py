@@ -16,13 +16,13 @@ from maxtext.model.decoder import Decoder
 class Evaluations:
     """Evaluates weights. What is wrong with sets, tasks or tokenizer is raised when it is made, before any update."""
 
-    def __init__(self, cfg: Config, data: ResolvedData, mesh: Mesh) -> None:
-        """Raises DataError for held-out sets and tokenizers, TaskError for tasks."""
+    def __init__(self, cfg: Config, data: ResolvedData | None, mesh: Mesh) -> None:
+        """Raises DataError for held-out sets and tokenizers, TaskError for tasks. `data` None: tasks only."""
         self._parts: list[Callable[[Decoder], dict[str, float]]] = []
-        if data.eval_sets:
+        if data is not None and data.eval_sets:
             self._parts.append(Perplexity(cfg, data, mesh))
         if cfg.eval.tasks:
-            self._parts.append(Downstream(cfg, data.tokenizer, mesh))
+            self._parts.append(Downstream(cfg, None if data is None else data.tokenizer, mesh))
 
     def __bool__(self) -> bool:
         """Whether there is anything to evaluate."""

@@ -87,7 +87,10 @@ def tokens_per_second(step: int, metrics: Metrics) -> float | None:
 
 
 def evaluation_line(step: int, scores: Metrics, seconds: float | None = None) -> str:
-    """Format held-out scores, such as `eval 100 | code loss 2.101 ppl 8.17 bpb 1.940 | prose ... | 1.3s`."""
+    """Format held-out scores, such as `eval 100 | code loss 2.101 ppl 8.17 bpb 1.940 | prose ... | 1.3s`.
+
+    Downstream tasks stand as their mean: `26 tasks bpb 1.204 accuracy 0.513`.
+    """
     sets: dict[str, dict[str, float]] = {}
     for name, value in scores.items():
         if name.startswith("eval/lm/"):
@@ -96,6 +99,13 @@ def evaluation_line(step: int, scores: Metrics, seconds: float | None = None) ->
     shown = (("loss", "CE loss", ".3f"), ("ppl", "PPL", ",.2f"), ("bpb", "BPB", ".3f"))
     parts = [f"{label} " + " ".join(f"{short} {values[kind]:{form}}" for short, kind, form in shown if kind in values)
              for label, values in sets.items()]
+    tasks = {name.split(" (")[0] for name in scores if name.startswith("eval/downstream/")}
+    if tasks:
+        means = []
+        for short, ending in (("bpb", " (BPB v2)"), ("accuracy", "accuracy v2)")):
+            values = [value for name, value in scores.items() if name.endswith(ending)]
+            means += [f"{short} {sum(values) / len(values):.3f}"] if values else []
+        parts.append(f"{len(tasks)} tasks {' '.join(means)}")
     return " | ".join([f"eval {step}", *parts, *([] if seconds is None else [f"{seconds:.1f}s"])])
 
 

@@ -44,6 +44,14 @@ def test_evaluation_line_shows_every_set():
         "eval 100 | code loss 2.100 ppl 8.17 bpb 1.940 | a/b loss 9.500 ppl 13,359.70 | 1.3s")
 
 
+def test_evaluation_line_shows_the_mean_of_tasks():
+    scores = {"eval/downstream/a (BPB)": 9.0, "eval/downstream/a (BPB v2)": 1.0, "eval/downstream/b (BPB v2)": 2.0,
+              "eval/downstream/b (accuracy)": 0.1, "eval/downstream/b (accuracy v2)": 0.5,
+              "eval/downstream/c (BPB v2)": 3.0, "eval/downstream/c (length-normalized accuracy v2)": 0.25}
+    assert evaluation_line(7, scores) == "eval 7 | 3 tasks bpb 2.000 accuracy 0.375"
+    assert evaluation_line(7, {"eval/downstream/a (BPB v2)": 1.0}, 2.0) == "eval 7 | 1 tasks bpb 1.000 | 2.0s"
+
+
 def test_table_keeps_labels_and_wraps_long_values():
     text = table_text("Run x", [("model", "4 layers"), ("parameters", "word " * 40), ("none", "")], width=60)
     lines = text.split("\n")

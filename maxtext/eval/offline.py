@@ -1,0 +1,194 @@
+"""`maxtext eval RUN`: held-out sets and downstream tasks on a checkpoint. The run itself is only read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from maxtext.checkpoint.manager import CheckpointError, Checkpoints
+from maxtext.config.load import ConfigError, find_config, load
+from maxtext.config.schema import CheckpointConfig, Config, MeshConfig
+from maxtext.config.validate import mesh_problems
+from maxtext.data import DataError
+from maxtext.data.tokens import ResolvedData, resolve
+from maxtext.eval.catalogue import TaskError
+from maxtext.eval.evaluations import Evaluations
+from maxtext.model.decoder import abstract_decoder
+from maxtext.parallel.mesh import MeshError, make_mesh
+from maxtext.parallel.runtime import prepare_runtime
+
+STEP_PREFIX = "step_"
+CONVERTED_TOKENIZER = "tokenizer/tokenizer.json"  # beside the checkpoints of an imported model
+
+
+class EvaluationError(ValueError):
+    """What was asked for cannot be evaluated; the message says why and what to do."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The verb. Returns the exit status: 0 done, 2 a mistake in what was asked for."""
+    parser = argparse.ArgumentParser(prog="maxtext eval", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="a run, an imported model, a folder of checkpoints, or one step's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the run's own config, such as "
+                        "eval.rows=truncated eval.batch=64 mesh.fsdp=8")
+    parser.add_argument("--step", type=int, help="this step; the newest good one by default")
+    parser.add_argument("--config", metavar="CONFIG", help="settings over the run's own, such as eval/olmo3_downstream")
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help="only these held-out sets (with --tasks alone: none)")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these tasks (with --sets alone: none)")
+    parser.add_argument("--output", metavar="FILE.json", help="where the numbers go (eval_<run>_<step>.json)")
+    options = parser.parse_intermixed_args(argv)
+    # `--tasks a b eval.batch=4`: an option that takes several words takes the overrides too.
+    options.overrides += _take_overrides(options.sets) + _take_overrides(options.tasks)
+    prepare_runtime()
+    try:
+        _evaluate(options)
+    except ConfigError as error:
+        print(*error.problems, sep="\n", file=sys.stderr)
+        return 2
+    except (EvaluationError, CheckpointError, DataError, TaskError, MeshError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _take_overrides(words: list[str] | None) -> list[str]:
+    taken = [word for word in words or () if "=" in word]
+    for word in taken:
+        assert words is not None
+        words.remove(word)
+    return taken
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    folder, step = find_checkpoints(options.run, options.step)
+    checkpoints = Checkpoints(str(folder), CheckpointConfig(), writer=False)
+    try:
+        step = checkpoints.latest() if step is None else step
+        if step is None:
+            raise EvaluationError(f"{options.run}: no good checkpoint in {folder}")
+        cfg = _config(checkpoints.config_text(step), options)
+        cfg = _on_these_devices(cfg, any(word.startswith("mesh.") for word in options.overrides))
+        mesh = make_mesh(cfg)
+        with jax.set_mesh(mesh):
+            evaluate = Evaluations(cfg, _held_out(cfg, options, folder), mesh)
+            if not evaluate:
+                raise EvaluationError("nothing to evaluate: this run has no held-out sets; give --tasks, or a set as "
+                                      "eval.sets.NAME.paths=[FILES]")
+            restored = checkpoints.restore({"params": abstract_decoder(cfg.model, mesh)}, step, partial=True)
+            assert restored is not None
+            began = time.perf_counter()
+            metrics = evaluate(restored.state["params"])
+    finally:
+        checkpoints.close()
+    if jax.process_index() == 0:
+        result = {"checkpoint": str(folder), "step": step, "run_name": cfg.run_name, "rows": cfg.eval.rows,
+                  "batch": cfg.eval.batch, "compute_dtype": cfg.train.compute_dtype,
+                  "seconds": round(time.perf_counter() - began, 3), "metrics": _plain(metrics)}
+        output = Path(options.output or f"eval_{cfg.run_name}_{step}.json")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{folder} update {step}")
+        print(table(metrics))
+        print(f"written to {output}")
+
+
+def find_checkpoints(path: str, step: int | None) -> tuple[Path, int | None]:
+    """The folder of checkpoints and the step that `path` names. Raises EvaluationError when it names none."""
+    root = Path(os.path.abspath(path))
+    if root.name.startswith(STEP_PREFIX) and root.name.removeprefix(STEP_PREFIX).isdigit():
+        return root.parent, int(root.name.removeprefix(STEP_PREFIX)) if step is None else step
+    if (root / "checkpoints").is_dir():
+        return root / "checkpoints", step
+    if not root.is_dir():
+        raise EvaluationError(f"{path} is no folder; give a run, <output_dir>/<run_name>, or one of its checkpoints")
+    if (root / "config.json").is_file():
+        raise EvaluationError(f"{path} is a transformers folder; `maxtext convert import {path} OUT` makes of it a "
+                              "checkpoint that can be evaluated")
+    return root, step
+
+
+def _config(saved: str, options: argparse.Namespace) -> Config:
+    """The config in the checkpoint, under --config, under the overrides, with the chosen sets and tasks."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "checkpoint.yml").write_text(saved)
+        bases = [os.path.join(folder, "checkpoint.yml")]
+        if options.config is not None:
+            bases.append(os.path.abspath(find_config(options.config)))
+        Path(folder, "evaluation.yml").write_text(f"base: {json.dumps(bases)}\n")
+        cfg = load(Path(folder, "evaluation.yml"), options.overrides)
+    tasks = cfg.eval.tasks if options.tasks is None and options.sets is None else tuple(options.tasks or ())
+    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, tasks=tasks))
+
+
+def _on_these_devices(cfg: Config, asked: bool) -> Config:
+    """The run's mesh where it fits or was asked for, else all devices on `fsdp`; nothing is divided as for training."""
+    devices = jax.device_count()
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=devices,
+                                                             gradient_accumulation_steps=1))
+    if asked or not mesh_problems(cfg, devices):
+        return cfg
+    print(f"the run's mesh does not fit {devices} devices; evaluating with all of them on mesh.fsdp")
+    return dataclasses.replace(cfg, mesh=MeshConfig(data=1, fsdp=devices, tensor=1))
+
+
+def _held_out(cfg: Config, options: argparse.Namespace, folder: Path) -> ResolvedData | None:
+    """The chosen held-out sets; None when only tasks were asked for and their tokenizer needs no data."""
+    tokenizer = cfg.eval.tokenizer
+    own = folder.parent / CONVERTED_TOKENIZER if folder.name == "checkpoints" else folder / CONVERTED_TOKENIZER
+    if options.sets is None and options.tasks is not None and tokenizer is not None:
+        return None
+    data = resolve(cfg, training=False)
+    if data.tokenizer is None and own.is_file():
+        data = dataclasses.replace(data, tokenizer=str(own))
+    wanted = data.eval_sets if options.sets is None and options.tasks is None else options.sets or ()
+    if unknown := [name for name in wanted if name not in data.eval_sets]:
+        raise EvaluationError(f"--sets: {', '.join(unknown)} is no held-out set of this run; it has "
+                              f"{', '.join(data.eval_sets) or 'none'}")
+    return dataclasses.replace(data, eval_sets={name: data.eval_sets[name] for name in wanted})
+
+
+def table(metrics: dict[str, float]) -> str:
+    """Sets with their averages, then tasks with the metrics that count whole answers (v2), aligned."""
+    sets: dict[str, dict[str, float]] = {}
+    tasks: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        if name.startswith("eval/lm/"):
+            label, kind = name.removeprefix("eval/lm/").rsplit("/", 1)
+            sets.setdefault(label, {})[kind] = value
+        elif name.endswith(" v2)"):
+            label, kind = name.removeprefix("eval/downstream/").removesuffix(" v2)").split(" (", 1)
+            tasks.setdefault(label, {})[kind.replace("length-normalized", "normalized")] = value
+    blocks = []
+    if sets:
+        blocks.append(_aligned("held-out set", sets, {"CE loss": ".6f", "PPL": ",.4f", "BPB": ".6f", "tokens": ",.0f"}))
+    if tasks:
+        kinds = ("BPB", "CE loss", "accuracy", "normalized accuracy", "soft loss")
+        blocks.append(_aligned("task", tasks, dict.fromkeys(kinds, ".6f")))
+    return "\n\n".join(blocks)
+
+
+def _aligned(title: str, rows: dict[str, dict[str, float]], forms: dict[str, str]) -> str:
+    """Names to the left, numbers to the right; a dash where there is none, and no column without any number."""
+    forms = {kind: form for kind, form in forms.items() if any(kind in values for values in rows.values())}
+    cells = [[title, *forms]] + [
+        [label, *(format(values[kind], form) if kind in values else "-" for kind, form in forms.items())]
+        for label, values in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) if i else cell.ljust(width)
+                               for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in cells)
+
+
+def _plain(metrics: dict[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN or infinity: they stand as words, as in metrics.jsonl."""
+    words = {math.inf: "Infinity", -math.inf: "-Infinity"}
+    return {name: value if math.isfinite(value) else words.get(value, "NaN") for name, value in metrics.items()}
