@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ from maxtext.config.schema import Config
 
 # A change of one of these would make the continuation another model or another data order.
 FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.skip.window", "schedule.kind")
-FREE = ("data.prefetch", "data.workers")
-QUIET = ("description", "output_dir", "run_name", "mesh.", "checkpoint.", "eval.", "log.", "train.steps",
-         "train.max_seconds", "train.remat.", "train.loss_chunk_tokens", "train.gradient_accumulation_steps")
+# Where the data lies may change; the data position in the checkpoint knows the data itself by its fingerprint.
+MOVABLE = re.compile(r"data\.(prepared|sources\.[^.]+\.(paths|root|mix))")
+QUIET = ("data.prefetch", "data.workers", "description", "output_dir", "run_name", "mesh.", "checkpoint.", "eval.",
+         "log.", "train.steps", "train.max_seconds", "train.remat.", "train.loss_chunk_tokens",
+         "train.gradient_accumulation_steps")
 
 
 class ResumeError(ValueError):
@@ -26,7 +29,7 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
     """Compares a config with that of the checkpoint it is about to continue.
 
     Changes of the mesh, of logging, evaluation, saving and of how long to train are free. Other changes that a
-    continuation can honour, such as the learning rate, are noted.
+    continuation can honour, such as the learning rate or where the data lies, are noted.
 
     Args:
       saved_text: the resolved config in the checkpoint.
@@ -39,7 +42,8 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
     saved = _load_text(saved_text)
     before, now = flatten(saved), flatten(cfg)
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    refused = [key for key in changed if key.startswith(FIXED) and not key.startswith(FREE)]
+    refused = [key for key in changed if key.startswith(FIXED) and not key.startswith(QUIET)
+               and not MOVABLE.fullmatch(key)]
     if refused:
         lines = [f"  {key}: {before.get(key)!r} when update {step} was saved, {now.get(key)!r} now" for key in refused]
         raise ResumeError("\n".join([

@@ -14,6 +14,7 @@ import pytest
 
 from maxtext.checkpoint import integrity
 from maxtext.config.schema import Config
+from maxtext.data import DataError
 from maxtext.parallel.sharding import sharding
 from maxtext.train import loop
 from maxtext.train.schedule import learning_rate
@@ -214,3 +215,21 @@ def test_a_damaged_newest_checkpoint_costs_updates_but_changes_none(runs: Runs, 
     assert largest.name in caplog.text
     assert saved_steps(cfg) == [10, 20, 30, 40]
     check_same_run(cfg, straight)
+
+
+def test_data_may_move_but_not_change(runs: Runs, straight: Config, tmp_path: Path):
+    shutil.copytree(straight.run_dir, runs.directory())
+    for step in (20, 30, 40):
+        shutil.rmtree(runs.directory() / "checkpoints" / f"step_{step:08d}")
+    moved = tmp_path / "moved"
+    shutil.copytree(runs.prepared, moved)
+    tokens = np.fromfile(moved / "train" / "prose-00000.npy", np.uint16)
+    changed = tokens.copy()
+    changed[7] = 5 if tokens[7] != 5 else 6
+    changed.tofile(moved / "train" / "prose-00000.npy")
+    with pytest.raises(DataError, match=r"cannot continue at step 10: the data \(fingerprint\) is \w+ but was \w+"):
+        loop.train(runs.config("run", f"data.prepared={moved}"), devices=some_devices(2))
+    tokens.tofile(moved / "train" / "prose-00000.npy")
+    cfg = runs.config("run", f"data.prepared={moved}", "train.steps=20")
+    assert loop.train(cfg, devices=some_devices(2)) == loop.Outcome(20)
+    assert reproducible(lines(cfg)) == reproducible(lines(straight))[:21]

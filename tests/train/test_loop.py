@@ -52,7 +52,8 @@ def test_metrics_are_read_after_the_next_update_is_dispatched(runs: Runs, monkey
             number = 1 + sum(kind == "dispatched" for kind, _ in events)
             events.append(("dispatched", number))
             state, metrics = step(state, batch)
-            return state, {name: Late(value, lambda: events.append(("read", number))) for name, value in metrics.items()}
+            read = lambda: events.append(("read", number))  # noqa: E731
+            return state, {name: Late(value, read) for name, value in metrics.items()}
         return dispatch
 
     change_step(monkeypatch, watched)

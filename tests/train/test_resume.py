@@ -1,0 +1,98 @@
+"""What may change between a run and its continuation: every leaf of the schema is fixed, noted or free."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxtext.config.load import load, to_yaml
+from maxtext.config.schema import Config
+from maxtext.train.resume import ResumeError, check_same_run, flatten
+from tests.runs import Runs
+
+SOURCE = "data.sources.code.paths=[a]"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, prepared_text: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), prepared_text)
+
+
+def check(saved: Config, now: Config) -> list[str]:
+    notes: list[str] = []
+    check_same_run(now, to_yaml(saved), 20, notes.append)
+    return notes
+
+
+def test_the_same_config_says_nothing(runs: Runs):
+    assert check(runs.config(), runs.config()) == []
+
+
+@pytest.mark.parametrize(("override", "key", "before", "after"), [
+    ("model.d_model=64", "model.d_model", 32, 64),
+    ("model.init_std=0.01", "model.init_std", 0.02, 0.01),
+    ("model.window=4", "model.window", 8, 4),
+    ("data.sequence_length=64", "data.sequence_length", 32, 64),
+    ("data.seed=1", "data.seed", 0, 1),
+    ("data.sources.code.repeat=2", "data.sources.code.repeat", None, 2.0),
+    ("seed=1", "seed", 0, 1),
+    ("train.global_batch=16", "train.global_batch", 8, 16),
+    ("optim.kind=adamw", "optim.kind", "skip_step_adamw", "adamw"),
+    ("optim.skip.window=64", "optim.skip.window", 128, 64),
+    ("schedule.kind=linear", "schedule.kind", "cosine", "linear"),
+])
+def test_another_model_data_order_or_optimizer_is_refused_by_name(runs: Runs, override: str, key: str, before: Any,
+                                                                  after: Any):
+    cfg = runs.config("run", override)
+    with pytest.raises(ResumeError) as error:
+        check(runs.config(), cfg)
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"{cfg.run_dir} was made with another config, so it cannot be continued with this one:"
+    assert f"  {key}: {before!r} when update 20 was saved, {after!r} now" in lines
+    assert lines[-1] == "give back the old values, or start a new run with another run_name"
+
+
+def test_all_refused_changes_are_listed_at_once(runs: Runs):
+    with pytest.raises(ResumeError) as error:
+        check(runs.config(), runs.config("run", "seed=3", "model.d_ff=96", "optim.lr=1e-3"))
+    assert [line.split(":")[0].strip() for line in str(error.value).splitlines()[1:-1]] == ["model.d_ff", "seed"]
+
+
+@pytest.mark.parametrize("override", [
+    "mesh.tensor=2", "log.every=7", "log.tensorboard=false", "eval.every=3", "eval.batch=5", "eval.sets.a.paths=[x]",
+    "checkpoint.every=5", "checkpoint.keep_last=1", "train.gradient_accumulation_steps=2", "train.max_seconds=5",
+    "train.remat.mode=full", "train.loss_chunk_tokens=64", "data.prefetch=1", "data.workers=2", "description=other",
+    "train.steps=60"])
+def test_what_changes_no_number_is_free(runs: Runs, override: str):
+    assert check(runs.config(), runs.config("run", override)) == []
+
+
+@pytest.mark.parametrize(("override", "note"), [
+    ("optim.lr=1e-3", "optim.lr changes from 0.01 to 0.001 after update 20"),
+    ("data.sources.code.root=/mnt", "data.sources.code.root changes from '' to '/mnt' after update 20"),
+    ("data.sources.code.paths=[b]", "data.sources.code.paths changes from ('a',) to ('b',) after update 20"),
+    ("train.compute_dtype=bfloat16", "train.compute_dtype changes from 'float32' to 'bfloat16' after update 20"),
+    ("schedule.warmup_steps=5", "schedule.warmup_steps changes from 10 to 5 after update 20")])
+def test_what_changes_numbers_or_the_place_of_the_data_is_noted(runs: Runs, override: str, note: str):
+    assert check(runs.config("run", SOURCE), runs.config("run", SOURCE, override)) == [note]
+
+
+def test_a_schedule_that_ends_elsewhere_is_noted(runs: Runs):
+    saved = runs.config("run", "schedule.total_steps=null")
+    assert check(saved, runs.config("run", "schedule.total_steps=null", "train.steps=60")) == [
+        "the learning-rate schedule now ends at update 60 instead of 40 (set schedule.total_steps to keep it while "
+        "train.steps changes)"]
+    assert check(saved, runs.config("run", "train.steps=60")) == [
+        "schedule.total_steps changes from None to 40 after update 20"]
+
+
+def test_flatten_reaches_every_field():
+    cfg = load("quickstart")
+    flat = flatten(cfg)
+    assert flat["data.sources.prose.repeat"] == 6
+    assert flat["optim.betas"] == (0.9, 0.95)
+    assert flat["mesh.fsdp"] == -1
+    assert not any(dataclasses.is_dataclass(value) or isinstance(value, dict) and value for value in flat.values())
