@@ -26,8 +26,7 @@ def repetitive(tokens_RT: np.ndarray, rule: RepetitionRule) -> np.ndarray:
 
     OLMo-core (`data/utils.py`, `find_periodic_sequences`) looks at rows of p tokens and extends runs of equal rows to
     both sides; its comparison of the first row with the last, padded one never matches at the end where it would
-    count. What is left of it: n consecutive tokens that each equal the one p before are (n + p) // p repetitions, and p
-    goes up to a third of the instance.
+    count. What is left of it: n consecutive tokens that each equal the one p before are (n + p) // p repetitions.
 
     Args:
       tokens_RT: integer ids, padding included.
@@ -39,7 +38,7 @@ def repetitive(tokens_RT: np.ndarray, rule: RepetitionRule) -> np.ndarray:
     R, T = tokens_RT.shape
     count = max(rule.max_count, LEAST_COUNT)
     rejected_R = np.zeros(R, bool)
-    for period in range(rule.min_period, min(rule.max_period, T // 3) + 1):
+    for period in range(rule.min_period, rule.max_period + 1):
         needed = (count - 1) * period
         if needed > T - period:
             break

@@ -124,6 +124,7 @@ def test_abstract_batch_is_what_comes(make_config, write_tokens, on, kind):
             assert (want.shape, want.dtype) == (got.shape, got.dtype)
             if sharding is not None:
                 assert got.sharding.is_equivalent_to(want.sharding, len(want.shape))
+                assert {shard.data.shape for shard in got.addressable_shards} == {(2, *want.shape[1:])}
         if sharding is not None:
             with jax.set_mesh(mesh):
                 compiled = jax.jit(lambda b: jax.tree.map(jnp.sum, b)).lower(abstract).compile()

@@ -16,6 +16,7 @@ from maxtext.data.tokens import resolve
 
 ORACLES = Path(__file__).resolve().parents[1] / "oracles"
 RUNS = json.loads((ORACLES / "instances" / "loader.json").read_text())
+SETS = json.loads((ORACLES / "instances" / "random_sets.json").read_text())
 TOKENS = [str(path) for path in sorted((ORACLES / "data_loader").glob("*.npy"))]
 
 
@@ -82,6 +83,21 @@ def test_blocks_are_read_in_pieces_that_belong_together(make_config, write_token
     with pytest.raises(DataError, match=r"28 instances \(7 x 4\) of data.max_target_sequence_length 64 tokens, but "
                                         r"train.global_batch is 32: .*a.npy 336 // 64 = 5"):
         resolve(make_config({"x": SourceConfig(paths=(path,), repeat=1.5)}, batch=32, max_target_sequence_length=64))
+
+
+def test_position_in_blocks_of_another_length_is_refused(make_config, write_tokens):
+    path = write_tokens("a.npy", 16 * 16)  # as many instances in blocks of 1, 2 and 4
+    prints = {resolve(make_config({"x": [path]}, max_target_sequence_length=longest)).fingerprint
+              for longest in (None, 32, 64)}
+    assert len(prints) == 3
+
+
+@pytest.mark.parametrize("case", SETS["packed"], ids=lambda case: case["fingerprint"][:6])
+def test_fingerprint_of_packed_files(make_config, write_tokens, case):
+    paths = [write_tokens(name, [*(i % 900 + 2 for i in range(size - 1)), 0]) for name, size in case["files"]]
+    cfg = make_config({"x": paths}, batch=1, sequence_length=case["length"], packing="best_fit",
+                      packing_group=case["group"], dtype="uint16")
+    assert fingerprint(cfg.data, resolve(cfg)) == case["fingerprint"]
 
 
 def test_fingerprints_of_all_settings_differ(make_config, write_tokens):

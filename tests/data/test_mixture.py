@@ -13,9 +13,11 @@ from maxtext.data import DataError
 from maxtext.data.mixture import MixtureSource, allot
 from maxtext.data.pipeline import make_batches
 from maxtext.data.reader import InstanceReader
+from maxtext.data.reference import fingerprint
 from maxtext.data.tokens import resolve
 
 INSTANCES = Path(__file__).resolve().parents[1] / "oracles" / "instances"
+SETS = json.loads((INSTANCES / "random_sets.json").read_text())["mixtures"]
 GOLDEN = json.loads((INSTANCES / "source_mixture.json").read_text())
 
 
@@ -43,6 +45,25 @@ def test_mixture_of_the_reference(golden, make_config, write_tokens):
     share = batches.describe()["sources"]["a"]["share"]
     batches.close()
     assert share == pytest.approx(golden["ratio_a"], abs=0.02)
+
+
+@pytest.mark.parametrize("case", SETS, ids=range(len(SETS)))
+def test_random_mixtures_of_the_reference(case, make_config, write_tokens):
+    sources = {}
+    for name, source in case["sources"].items():
+        paths = tuple(write_tokens(file, size) for file, size in source["files"])
+        sources[name] = SourceConfig(paths=paths, **{key: value for key, value in source.items() if key != "files"})
+    cfg = make_config(sources, batch=case["batch"], sequence_length=case["length"], mixture_tokens=case["tokens"],
+                      max_target_sequence_length=case["longest"], dtype="uint16")
+    if "offsets" not in case:
+        with pytest.raises(DataError, match=r"of data.mixture_tokens"):
+            resolve(cfg)
+        return
+    data = resolve(cfg)
+    ends = np.cumsum([part.n_instances for part in data.parts]).tolist()
+    assert [Path(part.path).name for part in data.parts] == case["paths"]
+    assert [list(pair) for pair in zip([0, *ends[:-1]], ends, strict=True)] == case["offsets"]
+    assert fingerprint(cfg.data, data) == case["fingerprint"]
 
 
 def test_totals_fill_whole_batches_and_stay_within_files():

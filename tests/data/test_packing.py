@@ -242,7 +242,7 @@ def test_packing_is_worked_out_once(files, read_epoch, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(packing, "_write", lambda *_: pytest.fail("worked out again"))
         assert resolve(cfg).fingerprint == data.fingerprint
-    for damaged in (good[:-1], good[:100], b"", b"x" * len(good)):
+    for damaged in (good[:-1], good + b" ", good[:100], b"", b"x" * len(good)):
         path.write_bytes(damaged)
         assert resolve(cfg).fingerprint == data.fingerprint
         assert path.read_bytes() == good
