@@ -107,6 +107,7 @@ class Run:
             self.state, self.step, self.record = restored.state, restored.step, dict(restored.extra["record"])
             self.batches.set_state(restored.extra["data"])
             console.note(f"resuming {cfg.run_dir} from update {self.step} of {cfg.train.steps}")
+        self.evaluate = Evaluations(cfg, data, mesh) if cfg.eval.every is not None else None
         os.makedirs(cfg.run_dir, exist_ok=True)
         if jax.process_index() == 0:
             with open(os.path.join(cfg.run_dir, "config.yml"), "w") as file:
@@ -114,7 +115,6 @@ class Run:
         # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
         kept = -1 if restored is None else self.step
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=jax.process_index() == 0)
-        self.evaluate = Evaluations(cfg, data, mesh) if cfg.eval.every is not None else None
         self.clock = Clock()
         console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, self.batches.describe(), data.eval_sets))
 

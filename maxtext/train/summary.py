@@ -62,7 +62,9 @@ def data_rows(description: Mapping[str, Any], sets: Collection[str]) -> Rows:
 def start_summary(cfg: Config, mesh: Mesh, description: Mapping[str, Any], sets: Collection[str]) -> Rows:
     """All that a person should know before the first update."""
     kind = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
-    return model_rows(cfg) + data_rows(description, sets) + run_rows(cfg) + device_rows(cfg, dict(mesh.shape), kind)
+    tasks = [("tasks", ", ".join(cfg.eval.tasks))] if cfg.eval.tasks else []
+    data = data_rows(description, sets) + tasks
+    return model_rows(cfg) + data + run_rows(cfg) + device_rows(cfg, dict(mesh.shape), kind)
 
 
 def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str) -> Rows:
