@@ -8,19 +8,22 @@ import sys
 from collections.abc import Sequence
 
 from maxtext.report.image import draw
+from maxtext.report.overlay import Overlay, compare, lines
 from maxtext.report.page import render
 from maxtext.report.run_files import ReportError, read_run
 
 
-def write_report(run_dir: str) -> tuple[str, str]:
+def write_report(run_dir: str, overlay: Overlay | None = None) -> tuple[str, str]:
     """Write report.html and loss.png into `run_dir`, each at once in whole; return their paths.
+
+    With an `overlay` the page also shows the run over a reference.
 
     Raises ReportError when the directory holds no metrics, OSError when it cannot be written.
     """
     run = read_run(run_dir)
     page, picture = os.path.join(run_dir, "report.html"), os.path.join(run_dir, "loss.png")
     with open(page + ".tmp", "w", encoding="utf-8") as file:
-        file.write(render(run))
+        file.write(render(run, overlay))
     os.replace(page + ".tmp", page)
     draw(run, picture + ".tmp")
     os.replace(picture + ".tmp", picture)
@@ -28,14 +31,28 @@ def write_report(run_dir: str) -> tuple[str, str]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit code."""
+    """Run the verb; returns the exit code: 0 done, 1 beyond the tolerance, 2 a mistake in what was asked for."""
     parser = argparse.ArgumentParser(prog="maxtext report", description="Write report.html and loss.png of a run.")
     parser.add_argument("run", metavar="RUN", nargs="+", help="a run directory, <output_dir>/<run_name>")
+    parser.add_argument("--reference", metavar="CURVE", help="a CSV with a step and a value column, another run, or "
+                        "its metrics.jsonl: print the gap at each step that both logged, and draw it into the page")
+    parser.add_argument("--metric", default="train/CE loss", help="metric to lay over the reference (%(default)s)")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="largest gap that passes (%(default)s)")
+    parser.add_argument("--by-mean", action="store_true", help="judge the smoothed mean gap instead of every step's, "
+                        "as for runs on data in another order")
+    options = parser.parse_args(argv)
     failed = 0
-    for folder in parser.parse_args(argv).run:
+    for folder in options.run:
         try:
-            for path in write_report(folder):
+            overlay = None
+            if options.reference is not None:
+                overlay = compare(read_run(folder), options.reference, options.metric, options.tolerance,
+                                  options.by_mean)
+                print(*lines(overlay), sep="\n")
+            for path in write_report(folder, overlay):
                 print(path)
+            if overlay is not None and not overlay.passed:
+                failed = max(failed, 1)
         except (ReportError, OSError) as error:
             print(error, file=sys.stderr)
             failed = 2
