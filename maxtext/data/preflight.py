@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -19,10 +20,10 @@ PROBLEMS_SHOWN = 20
 
 @dataclasses.dataclass(frozen=True)
 class FileReport:
-    """What is known of a token file without reading all of it; `sample` are its sampled bytes."""
+    """What is known of a token file without reading all of it; `sample` is the sha256 of its sampled bytes."""
 
     n_tokens: int
-    sample: bytes
+    sample: str
 
 
 def read_tokens(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray:
@@ -112,7 +113,7 @@ def _check_file(path: str, dtype: np.dtype, vocab_size: int, expected: int | Non
         tokens = np.frombuffer(data, dtype)
         check_ids(tokens, vocab_size, path, offset // width)
     _check_not_wider(path, dtype, [data for _, data in blocks])
-    return FileReport(size // width, b"".join(data for _, data in blocks))
+    return FileReport(size // width, hashlib.sha256(b"".join(data for _, data in blocks)).hexdigest())
 
 
 def _sample(path: str, size: int, width: int) -> list[tuple[int, bytes]]:

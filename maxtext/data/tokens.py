@@ -241,9 +241,8 @@ def _packing_plan(data: DataConfig, parts: Sequence[Part], dtype: np.dtype, eos_
 
 def _fingerprint(parts: Sequence[Part], reports: dict[str, FileReport], cfg: Config, dtype: np.dtype) -> str:
     """Identity of the epoch: folders are left out, so that data may move; content is sampled, not read."""
-    digests = {path: hashlib.sha256(report.sample).hexdigest() for path, report in reports.items()}
     longest = cfg.data.max_target_sequence_length
     cut = [cfg.data.sequence_length, dtype.name, *([] if longest is None else [longest])]
-    identity = [cut, *([os.path.basename(part.path), part.n_tokens, part.n_instances, digests[part.path]]
+    identity = [cut, *([os.path.basename(part.path), part.n_tokens, part.n_instances, reports[part.path].sample]
                        for part in parts)]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
