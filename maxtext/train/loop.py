@@ -69,7 +69,7 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
         saved state.
       TrainingError: when a loss is not finite, or a gradient whose update was not skipped.
     """
-    started = time.monotonic()
+    started, clock = time.monotonic(), Clock()
     console = Console(primary=jax.process_index() == 0)
     config_text = to_yaml(cfg, origins)
     checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text)
@@ -82,7 +82,7 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
             return Outcome(newest, trained=False)
     mesh = make_mesh(cfg, devices)
     with Stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
-        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, console)
+        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, console, clock)
         try:
             return run.loop(stopper)
         finally:
@@ -93,9 +93,9 @@ class Run:
     """The live objects of a run, and the few things that are done with them between updates."""
 
     def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
-                 console: Console) -> None:
+                 console: Console, clock: Clock) -> None:
         """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
-        self.cfg, self.mesh, self.checkpoints, self.console = cfg, mesh, checkpoints, console
+        self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, clock
         self.batches = make_batches(cfg, data, sharding(mesh, "batch", None))
         self.step, self.record = 0, Record()
         restored = checkpoints.restore(abstract_state(cfg, mesh))
@@ -115,7 +115,6 @@ class Run:
         # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
         kept = -1 if restored is None else self.step
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=jax.process_index() == 0)
-        self.clock = Clock()
         console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, self.batches.describe(), data.eval_sets))
 
     def loop(self, stopper: Stopper) -> Outcome:
@@ -139,7 +138,11 @@ class Run:
                     self._save(wait=bool(stopped_by))
                 if evaluate:
                     self.record |= self._evaluate()
-                self._write(self.step, self.record)
+                try:
+                    if self.step == cfg.train.steps:
+                        self._wait()
+                finally:
+                    self._write(self.step, self.record)
         self.checkpoints.wait()
         if stopped_by and self.step < cfg.train.steps:
             self.console.note(f"stopped by {stopped_by} after update {self.step} of {cfg.train.steps}; all is saved, "
@@ -159,7 +162,7 @@ class Run:
 
     def _compile(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
         """Compiles the step once, ahead of the first batch, so that no later call can compile again unnoticed."""
-        self.clock.lap()
+        self.clock.lap("start")
         with self.clock.apart("compile"):
             return compile_train_step(self.cfg).lower(self.state, self.batches.abstract()).compile()
 
@@ -197,8 +200,12 @@ class Run:
         with self.clock.apart("checkpoint"):
             extra = {"data": self.batches.get_state(), "record": self.record, "seed": self.cfg.seed}
             self.checkpoints.save(self.step, self.state, extra)
-            if wait:
-                self.checkpoints.wait()
+        if wait:
+            self._wait()
+
+    def _wait(self) -> None:
+        with self.clock.apart("checkpoint"):
+            self.checkpoints.wait()
 
     def _evaluate(self) -> Record:
         if not self.evaluate:
@@ -217,7 +224,7 @@ class Run:
 
 
 class Clock:
-    """Seconds of each update, with compilation, evaluation and saving counted apart."""
+    """Seconds of each update, with start, compilation, evaluation and saving counted apart: each second once."""
 
     def __init__(self) -> None:
         self._mark = time.perf_counter()
@@ -234,10 +241,12 @@ class Clock:
             self._mark += spent
             self._apart[name] = self._apart.get(name, 0.0) + spent
 
-    def lap(self) -> float:
-        """Seconds since the last lap, without what was counted apart."""
+    def lap(self, name: str | None = None) -> float:
+        """Seconds since the last lap without what was counted apart; with a name they too are counted apart."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
+        if name is not None:
+            self._apart[name] = self._apart.get(name, 0.0) + seconds
         return seconds
 
     def take_apart(self) -> Record:

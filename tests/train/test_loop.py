@@ -186,6 +186,8 @@ def test_clock_counts_what_is_apart_only_there(monkeypatch: pytest.MonkeyPatch):
     now = 14.25
     assert clock.lap() == 1.25
     now = 15.0
-    assert clock.lap() == 0.75
-    assert clock.take_apart() == {"time/eval (s)": 2.5, "time/checkpoint (s)": 0.5}
+    assert clock.lap("start") == 0.75
+    now = 15.5
+    assert clock.lap() == 0.5
+    assert clock.take_apart() == {"time/eval (s)": 2.5, "time/checkpoint (s)": 0.5, "time/start (s)": 0.75}
     assert clock.take_apart() == {}

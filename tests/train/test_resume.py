@@ -95,4 +95,4 @@ def test_flatten_reaches_every_field():
     assert flat["data.sources.prose.repeat"] == 6
     assert flat["optim.betas"] == (0.9, 0.95)
     assert flat["mesh.fsdp"] == -1
-    assert not any(dataclasses.is_dataclass(value) or isinstance(value, dict) and value for value in flat.values())
+    assert not any(dataclasses.is_dataclass(value) or (isinstance(value, dict) and value) for value in flat.values())
