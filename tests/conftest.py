@@ -45,3 +45,8 @@ def runs(tmp_path: Path, prepared_text: Path) -> Runs:
     from tests.runs import Runs
 
     return Runs(tmp_path, prepared_text)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--oracle-cases", metavar="DIR", help="replay every case of the reference found in DIR, instead of "
+                                                           "those in tests/oracles/cases")
