@@ -211,14 +211,11 @@ def _layer_kinds(family: Family, known: Mapping[str, Any], faults: list[str]) ->
 
 def _pattern(kinds: list[LayerKind], usual: tuple[LayerKind, ...]) -> tuple[tuple[LayerKind, ...], bool]:
     """(layer_pattern, last_layer_full) that give these kinds: the usual pattern if it does, else the shortest."""
-    def gives(pattern: tuple[LayerKind, ...], layers: int) -> bool:
-        return all(kinds[i] == pattern[i % len(pattern)] for i in range(layers))
-
     last_full = kinds[-1] == "full"
-    if gives(usual, len(kinds) - last_full):
-        return usual, last_full
-    shortest = next(tuple(kinds[:n]) for n in range(1, len(kinds) + 1) if gives(tuple(kinds[:n]), len(kinds)))
-    return shortest, last_full
+    free = kinds[:-1] if last_full else kinds
+    candidates = [usual, *(tuple(kinds[:n]) for n in range(1, len(kinds) + 1))]
+    return next(pattern for pattern in candidates
+                if all(kind == pattern[i % len(pattern)] for i, kind in enumerate(free))), last_full
 
 
 def write_config(family: Family, model: ModelConfig, dtype: str, positions: int,

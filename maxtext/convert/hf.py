@@ -312,15 +312,14 @@ def _write_weights(folder: str, saved: Saved, wanted: Mapping[str, Place], shape
         f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     leaf_name, leaf = "", np.empty(0)
     for file, group in zip(names, groups, strict=True):
-        writer = safetensors.Writer(os.path.join(folder, file), group, dtype)
-        for name in group:
-            place = wanted[name]
-            if leaf_name != place.piece.leaf:  # tensors are in the order of our arrays: each array is read once
-                del leaf
-                leaf_name, leaf = place.piece.leaf, saved.leaf(PARAMS + place.piece.leaf)
-            piece = leaf if place.piece.repeat is None else leaf[place.piece.repeat]
-            writer.write(name, place.to_theirs(piece)[: shapes[name][0]])
-        writer.close()
+        with safetensors.Writer(os.path.join(folder, file), group, dtype) as writer:
+            for name in group:
+                place = wanted[name]
+                if leaf_name != place.piece.leaf:  # tensors are in the order of our arrays: each array is read once
+                    leaf = np.empty(0)  # the last one need not be in memory any more
+                    leaf_name, leaf = place.piece.leaf, saved.leaf(PARAMS + place.piece.leaf)
+                piece = leaf if place.piece.repeat is None else leaf[place.piece.repeat]
+                writer.write(name, place.to_theirs(piece)[: shapes[name][0]])
     if len(groups) > 1:
         files = {name: file for file, group in zip(names, groups, strict=True) for name in group}
         index = {"metadata": {"total_size": safetensors.total_bytes(shapes.values(), dtype)}, "weight_map": files}

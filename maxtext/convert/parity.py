@@ -25,7 +25,7 @@ from maxtext.convert.families import family_for
 from maxtext.convert.hf import Folder
 from maxtext.convert.mapping import layer_places, places
 from maxtext.convert.saved import PARAMS, Saved
-from maxtext.model.decoder import Block, Decoder, block_forward, embed, make_context
+from maxtext.model.decoder import Block, Context, Decoder, block_forward, embed, make_context
 from maxtext.model.layers import rms_norm
 from maxtext.parallel.mesh import AXES
 from maxtext.parallel.sharding import sharding, spec
@@ -82,16 +82,24 @@ def ours(saved: Saved, tokens_BT: np.ndarray, dtype: str) -> Trace:
 
 def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype) -> Trace:
     """The model's forward pass with every layer's output kept, on the current mesh."""
-    x_BTD, context = embed(p, tokens_BT, dtype), make_context(cfg, tokens_BT, None)
+    @jax.jit
+    def start(p: Decoder, tokens_BT: jax.Array) -> tuple[jax.Array, Context]:
+        return embed(p, tokens_BT, dtype), make_context(cfg, tokens_BT, None)
+
+    @jax.jit
+    def finish(p: Decoder, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x_BTD = rms_norm(x_BTD, p.norm.astype(dtype), cfg.norm_eps)
+        head_DV = jax.sharding.reshard(p.head_DV.astype(dtype), spec(None, "vocab"))
+        return x_BTD, jnp.einsum("btd,dv->btv", x_BTD, head_DV, out_sharding=spec("batch", None, "vocab"))
+
     run_block = jax.jit(functools.partial(block_forward, cfg=cfg), static_argnames="window")
+    x_BTD, context = start(p, tokens_BT)
     hidden = [_host(x_BTD)]
     for block, window in zip(_blocks(p, cfg), cfg.layer_windows, strict=True):
         x_BTD = run_block(block, x_BTD, context, window=window)
         hidden.append(_host(x_BTD))
-    x_BTD = rms_norm(x_BTD, p.norm.astype(dtype), cfg.norm_eps)
+    x_BTD, logits_BTV = finish(p, x_BTD)
     hidden[-1] = _host(x_BTD)
-    head_DV = jax.sharding.reshard(p.head_DV.astype(dtype), spec(None, "vocab"))
-    logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, head_DV, out_sharding=spec("batch", None, "vocab"))
     return Trace(np.asarray(tokens_BT), _host(logits_BTV), hidden)
 
 
@@ -99,11 +107,16 @@ def _blocks(p: Decoder, cfg: ModelConfig) -> Iterator[Block]:
     """The blocks in the order of the layers."""
     for name, repeat in layer_places(cfg):
         _, segment, position = name.split(".")
-        yield jax.tree.map(lambda w, r=repeat: w[r], p.segments[int(segment)][int(position)])
+        yield _slice(p.segments[int(segment)][int(position)], repeat)
+
+
+@functools.partial(jax.jit, static_argnames="repeat")
+def _slice(stacked: Block, repeat: int) -> Block:
+    return jax.tree.map(lambda w: w[repeat], stacked)
 
 
 def _host(x: jax.Array) -> np.ndarray:
-    return np.asarray(x.astype(jnp.float32))
+    return np.asarray(x).astype(np.float32)
 
 
 # ---- the other side

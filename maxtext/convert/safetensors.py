@@ -99,10 +99,13 @@ def _entries(path: str, header: dict[str, Any], start: int, size: int) -> dict[s
 
 
 class Writer:
-    """Writes one file, tensor by tensor, in the order of `tensors` (name -> shape); all have one dtype."""
+    """Writes one file, tensor by tensor, in the order of `tensors` (name -> shape); all have one dtype.
+
+    Used in a `with`; the file is forced to disk at its end.
+    """
 
     def __init__(self, path: str, tensors: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
-        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  closed in `close`
+        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  closed in __exit__
         self._dtype, self._left = dtype, list(tensors)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         place = 0
@@ -119,12 +122,15 @@ class Writer:
         self._left.pop(0)
         self._file.write(np.ascontiguousarray(tensor, self._dtype).reshape(-1).view(np.uint8).data)
 
-    def close(self) -> None:
-        """Forces the file to disk."""
-        assert not self._left, self._left
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                assert not self._left, self._left
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def shards(tensors: Mapping[str, tuple[int, ...]], dtype: np.dtype, limit: int) -> list[dict[str, tuple[int, ...]]]:

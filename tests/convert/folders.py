@@ -42,10 +42,10 @@ def write_weights(folder: Path, tensors: Tensors) -> None:
     for file in [*folder.glob("*.safetensors*"), *folder.glob("*.bin")]:
         file.unlink()
     dtype = next(iter(tensors.values())).dtype
-    writer = safetensors.Writer(str(folder / "model.safetensors"), {n: t.shape for n, t in tensors.items()}, dtype)
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    writer.close()
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    with safetensors.Writer(str(folder / "model.safetensors"), shapes, dtype) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
 
 
 def edited(name: str, target: Path, change: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
