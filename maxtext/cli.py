@@ -7,6 +7,7 @@ Exit codes: 0 done, or stopped cleanly; 2 a mistake in what was asked for (confi
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import difflib
 
         near = difflib.get_close_matches(argv[0], verbs, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         print(f"maxtext: unknown verb {argv[0]!r}{hint} The verbs are {', '.join(verbs)}.", file=sys.stderr)
         return 2
     return verbs[argv[0]](argv[1:])
@@ -75,6 +76,8 @@ def train(argv: Sequence[str] | None = None) -> int:
         return print_problems(error)
     if args.devices is not None and not args.dry_run:
         parser.error("--devices only goes with --dry-run; a run uses every device of the machine")
+    if args.devices is not None and args.devices < 1:
+        parser.error(f"--devices {args.devices}: give 1 or more")
     return _dry_run(cfg, args.devices) if args.dry_run else _run(cfg, origins)
 
 
@@ -118,7 +121,7 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)
         return 3
-    if cfg.log.report and outcome.trained:
+    if cfg.log.report and (outcome.trained or not os.path.exists(f"{cfg.run_dir}/report.html")):
         _write_report(cfg.run_dir)
     return 0
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from maxtext.config.load import load
+from maxtext.config.load import ConfigError, load
 from maxtext.config.schema import Config
 
 # A change of one of these would make the continuation another model or another data order.
@@ -37,9 +37,14 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
       note: called with one line for each noted change.
 
     Raises:
-      ResumeError: when the model, the data or the batch differ.
+      ResumeError: when the model, the data or the batch differ, or `saved_text` is of another version.
     """
-    saved = _load_text(saved_text)
+    try:
+        saved = _load_text(saved_text)
+    except ConfigError as error:
+        raise ResumeError(f"the config that update {step} of {cfg.run_dir} was saved with cannot be read by this "
+                          f"version:\n{error}\ncontinue it with the version that made it, or start a new run with "
+                          f"another run_name") from error
     before, now = flatten(saved), flatten(cfg)
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     refused = [key for key in changed if key.startswith(FIXED) and not key.startswith(QUIET)

@@ -20,7 +20,8 @@ EVERY_UPDATE = {
     "optim/step skipped", "throughput/device/TPS", "throughput/device/data loading (s)",
     "throughput/device/data loading (%)", "throughput/total tokens", "data/fingerprint", "time/step (s)",
     "time/unix (s)", "memory/host (GiB)"}
-EVALUATION = {f"eval/lm/{name}/{kind}" for name in ("code", "prose", "macro", "micro") for kind in ("CE loss", "PPL", "BPB")}
+EVALUATION = {f"eval/lm/{name}/{kind}" for name in ("code", "prose", "macro", "micro")
+              for kind in ("CE loss", "PPL", "BPB")}
 EVALUATION |= {"eval/lm/code/tokens", "eval/lm/prose/tokens", "throughput/in-loop eval time (s)", "time/eval (s)"}
 START = {"time/start (s)", "time/compile (s)"}
 STEP_LINE = re.compile(

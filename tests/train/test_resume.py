@@ -89,6 +89,13 @@ def test_a_schedule_that_ends_elsewhere_is_noted(runs: Runs):
         "schedule.total_steps changes from None to 40 after update 20"]
 
 
+def test_a_config_of_another_version_is_refused(runs: Runs):
+    saved = to_yaml(runs.config()).replace("  n_heads: 4", "  n_heads: 4\n  n_wheels: 4")
+    with pytest.raises(ResumeError, match=r"(?s)update 20 of .* cannot be read by this version:.*model\.n_wheels: "
+                       r"unknown key"):
+        check_same_run(runs.config(), saved, 20, print)
+
+
 def test_flatten_reaches_every_field():
     cfg = load("quickstart")
     flat = flatten(cfg)
