@@ -91,6 +91,8 @@ def test_an_export_with_names_of_the_run_spread_columns_gaps_and_restarts(tmp_pa
 
 def test_the_only_column_beside_the_step_may_have_any_name(tmp_path):
     assert read_reference(write_csv(tmp_path / "c.csv", [(1, 2.5)], ("_step", "loss")), METRIC) == {1: 2.5}
+    spread = write_csv(tmp_path / "d.csv", [(1, 2.5, 2, 3)], ("Step", "loss", "loss__MIN", "loss__MAX"))
+    assert read_reference(spread, METRIC) == {1: 2.5}
 
 
 @pytest.mark.parametrize(("header", "rows", "message"), [
