@@ -1,0 +1,56 @@
+"""Writes docs/numerics.md: for each training case of the reference, the worst gap of our replay against its limit.
+
+    python -m tests.oracles.table [FOLDER_OF_CASES]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MARK = "<!-- generated below by python -m tests.oracles.table -->"
+
+
+def row(folder: Path) -> str:
+    import numpy as np
+
+    from tests.oracles.test_cases import FINAL_LOGITS_ATOL, GRAD_NORM_RTOL, limits, metrics, replayed
+
+    case, ours = replayed(folder)
+    gaps = np.array(ours.cross_entropy) - metrics(case, "train/CE loss")
+    norms = metrics(case, "optim/total grad norm")
+    golden = np.load(folder / "logits.npz")
+    logits = ours.last_logits[:, golden["positions"]] if "positions" in golden else ours.last_logits
+    exact = case.about["train"]["precision"] == "fp32"
+    norm_limit = f" (limit {GRAD_NORM_RTOL:.0e})" if exact else ""
+    logit_limit = FINAL_LOGITS_ATOL["float32" if exact else "bfloat16"]
+    same = all(a == b for a, b in zip(ours.skipped, metrics(case, "optim/step skipped").tolist(), strict=True))
+    cells = [
+        folder.name, str(len(case.steps)), f"{abs(gaps[0]):.1e}",
+        f"{np.abs(gaps).max():.1e} (limit {limits(case).max():.0e})", f"{gaps.mean():+.1e}",
+        f"{(np.abs(ours.grad_norm - norms) / norms).max():.1e}{norm_limit}",
+        f"{np.abs(logits - golden['final']).max():.1e} (limit {logit_limit:.0e})",
+        "equal" if same else "differ",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "cases"
+    page = ROOT / "docs" / "numerics.md"
+    kept = page.read_text().split(MARK)[0]
+    heads = ("case", "steps", "cross-entropy, first step", "cross-entropy, worst step", "mean signed gap",
+             "grad norm, worst relative", "final logits, worst", "skip decisions")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [row(path.parent) for path in sorted(folder.glob("*/record.json"))]
+    import jax
+
+    page.write_text(kept + MARK + "\n\n" + "\n".join(lines) + f"\n\nMeasured on CPU with jax {jax.__version__}.\n")
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    os.environ.update(JAX_PLATFORMS="cpu", JAX_CPU_ENABLE_ASYNC_DISPATCH="false", PJRT_NPROC="8")
+    main()
