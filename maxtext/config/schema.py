@@ -259,6 +259,9 @@ class TrainConfig:
     remat: RematConfig = field("Activation recomputation.", RematConfig)
     loss_chunk_tokens: int = field("Tokens whose logits exist at one time on a device.", 512, minimum=1)
     init_from: InitFromConfig = field("Where a new run takes its first weights from.", InitFromConfig)
+    take_over_at: int | None = field(
+        "Update at which this config takes over a run that another config began; it never begins one. null: it may.",
+        None, minimum=1)
     max_seconds: float | None = field("Wall-clock budget; when it is spent the run saves and stops cleanly.", None,
                                       also=("time_limit", "max_time"), above=0)
 

@@ -31,7 +31,7 @@ from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.train.console import Console, host_memory_gib
 from maxtext.train.metrics import MetricsWriter, last_step
-from maxtext.train.resume import check_same_run
+from maxtext.train.resume import check_new_run, check_same_run
 from maxtext.train.state import TrainState, abstract_state, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
 from maxtext.train.stop import Stopper
@@ -100,6 +100,7 @@ class Run:
         self.step, self.record = 0, Record()
         restored = checkpoints.restore(abstract_state(cfg, mesh))
         if restored is None:
+            check_new_run(cfg)
             self.state: TrainState = init_state(cfg)
             if cfg.train.init_from.path is not None:
                 self.state = warm_start(self.state, cfg.train.init_from, console.note)

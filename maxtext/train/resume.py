@@ -13,7 +13,7 @@ from maxtext.config.load import ConfigError, load
 from maxtext.config.schema import Config
 
 # A change of one of these would make the continuation another model or another data order.
-FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.skip.window", "schedule.kind")
+FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.skip.window")
 # Where the data lies may change; the data position in the checkpoint knows the data itself by its fingerprint.
 MOVABLE = re.compile(r"data\.(prepared|sources\.[^.]+\.(paths|root|mix))")
 QUIET = ("data.prefetch", "data.workers", "description", "output_dir", "run_name", "mesh.", "checkpoint.", "eval.",
@@ -29,7 +29,7 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
     """Compares a config with that of the checkpoint it is about to continue.
 
     Changes of the mesh, of logging, evaluation, saving and of how long to train are free. Other changes that a
-    continuation can honour, such as the learning rate or where the data lies, are noted.
+    continuation can honour, such as the learning rate, its schedule or where the data lies, are noted.
 
     Args:
       saved_text: the resolved config in the checkpoint.
@@ -37,7 +37,8 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
       note: called with one line for each noted change.
 
     Raises:
-      ResumeError: when the model, the data or the batch differ, or `saved_text` is of another version.
+      ResumeError: when the model, the data or the batch differ, when `cfg` takes over the run at another update than
+        `step`, or when `saved_text` is of another version.
     """
     try:
         saved = _load_text(saved_text)
@@ -55,12 +56,25 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
             f"{cfg.run_dir} was made with another config, so it cannot be continued with this one:", *lines,
             "give back the old values, or start a new run with another run_name",
         ]))
+    first_time = cfg.train.take_over_at is not None and saved.train.take_over_at != cfg.train.take_over_at
+    if first_time and step != cfg.train.take_over_at:
+        raise ResumeError(f"{cfg.run_dir} stands at update {step}, but this config takes it over at update "
+                          f"{cfg.train.take_over_at} (train.take_over_at): train the first part to there alone, with "
+                          f"train.steps={cfg.train.take_over_at}, or move later checkpoints away")
     for key in changed:
         if not key.startswith(QUIET):
             note(f"{key} changes from {before.get(key)!r} to {now.get(key)!r} after update {step}")
     if saved.schedule_steps != cfg.schedule_steps:
         note(f"the learning-rate schedule now ends at update {cfg.schedule_steps} instead of {saved.schedule_steps} "
              f"(set schedule.total_steps to keep it while train.steps changes)")
+
+
+def check_new_run(cfg: Config) -> None:
+    """Raises ResumeError when a config that takes over another's run finds none."""
+    if cfg.train.take_over_at is not None:
+        raise ResumeError(f"{cfg.run_dir} holds no checkpoint, but this config takes over a run at update "
+                          f"{cfg.train.take_over_at} (train.take_over_at); train its first part there, or set "
+                          f"output_dir and run_name to where it is")
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:

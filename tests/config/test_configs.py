@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
+from maxtext.cli import train
 from maxtext.config.load import CONFIGS, list_configs, load, load_with_origins, to_yaml
 from maxtext.config.schema import ModelConfig
 from maxtext.config.validate import mesh_problems
+from maxtext.train.schedule import learning_rate
 
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yml"))
 PARTS = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.glob("*/*.yml"))
 # Published parameter counts (OLMo-core, all parameters with vocabulary 100352) and FLOPs per token at sequence 8192.
 SIZES = {"190m": 267_424_512, "370m": 474_022_912, "600m": 676_414_720, "760m": 912_360_960, "1b": 1_484_916_736,
          "3b": 3_503_508_736, "7b": 7_298_617_344, "13b": 13_716_198_400, "32b": 32_234_279_936}
+# Without the input embedding, of the sizes that have a short run.
+LADDER = {"190m": 190_354_176, "370m": 371_262_464, "600m": 547_964_160, "760m": 758_220_288, "1b": 1_279_395_840,
+          "3b": 3_169_537_280, "13b": 13_202_396_160}
+RATES = json.loads((Path(__file__).parents[1] / "oracles" / "lr_schedules.json").read_text())
 DEVICES = {"v5p_128": 64, "v6e_256": 256, "tpu7x_128": 128, "h100_512": 512}
 
 
@@ -25,7 +35,7 @@ def parameters(model: ModelConfig) -> int:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_loads_by_name_and_writes_back_equal(name, tmp_path):
     cfg, origins = load_with_origins(name)
-    assert cfg.run_name == name
+    assert cfg.run_name == {"olmo3_7b_stage1b": "olmo3_7b"}.get(name, name)  # it continues that run
     (tmp_path / "back.yml").write_text(to_yaml(cfg, origins))
     assert load(tmp_path / "back.yml") == cfg
 
@@ -43,7 +53,7 @@ def test_a_part_loads_as_the_base_of_a_run(part, tmp_path):
     if part.startswith("data/"):
         (tmp_path / "run.yml").write_text(
             f"base: [quickstart, models/olmo3_190m, {part}]\n"
-            "data: {prepared: null, sources: {code: null, prose: null}}\n")
+            "data: {prepared: null, sources: {code: null, prose: null}}\neval: {every: null}\n")
         cfg, origins = load_with_origins(tmp_path / "run.yml")
     else:
         cfg, origins = complete(tmp_path, part)
@@ -108,3 +118,83 @@ def test_the_quickstart_is_a_small_olmo3_with_the_same_keys():
         return {key for key in origins if not key.startswith(("data.sources", "eval.sets"))}
 
     assert keys(quick[1]) == keys(olmo[1])
+
+
+# Stage -> its table of rates, tokens an update, tokens of the schedule, updates, seed of the data order.
+STAGES = {
+    "olmo3_7b": ("7B_pretrain1_cos", 4_194_304, 5e12, 597_046, 34521),
+    "olmo3_7b_stage1b": ("7B_pretrain2_halfcos", 4_194_304, 7e12, 1_413_814, 34521),
+    "olmo3_7b_stage2": ("7B_midtrain_linear", 2_097_152, 1e11, 47_684, 1337),
+    "olmo3_7b_long": ("7B_longctx_linear_50B", 4_194_304, 5e10, 11_921, 34521),
+    "olmo3_32b": (None, 8_388_608, None, 656_000, 34521),
+    "olmo3_32b_stage2": (None, 4_194_304, 1e11, 23_842, 42069),
+    "olmo3_32b_long": ("32B_longctx_linear_100B", 8_388_608, 1e11, 11_921, 34521),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_has_the_reference_s_numbers(name):
+    table, batch, tokens, steps, seed = STAGES[name]
+    cfg = load(name)
+    assert (cfg.batch_tokens, cfg.train.steps, cfg.data.seed) == (batch, steps, seed)
+    if tokens is not None:
+        assert cfg.schedule.total_steps == -(-int(tokens) // batch)
+    assert (cfg.optim.betas, cfg.optim.eps, cfg.optim.weight_decay, cfg.optim.max_grad_norm, cfg.train.z_loss,
+            cfg.optim.kind, cfg.optim.no_decay) == ((0.9, 0.95), 1e-8, 0.1, 1.0, 1e-5, "skip_step_adamw", ("embed",))
+    assert (cfg.data.vocab_size, cfg.data.eos_id, cfg.data.pad_id) == (100278, 100257, 100277)
+    assert (cfg.checkpoint.every, cfg.checkpoint.keep_last) == (1000, None)
+    assert cfg.data.instance_filter.enabled == name.startswith("olmo3_32b")
+    assert parameters(cfg.model) == SIZES["32b" if "32b" in name else "7b"]
+    if table is not None:
+        reference = RATES[table]
+        assert (cfg.schedule.kind, cfg.schedule.total_steps) == (reference["kind"], reference["total_steps"])
+        assert len(reference["table"]) > 5
+        for t, rate in reference["table"]:
+            assert learning_rate(cfg, t) == pytest.approx(rate, rel=1e-9, abs=1e-20), t
+
+
+def test_a_stage_starts_where_the_one_before_ends():
+    second, middle, long = load("olmo3_7b_stage1b"), load("olmo3_7b_stage2"), load("olmo3_7b_long")
+    first = load("olmo3_7b")
+    assert (second.run_dir, second.train.init_from.path) == (first.run_dir, None)
+    assert second.train.take_over_at == 596_047 == first.train.steps - 999
+    assert learning_rate(second, 597_046) == pytest.approx(learning_rate(first, 597_046), rel=1e-4)
+    for cfg, before in ((middle, second), (long, middle)):
+        start = cfg.train.init_from
+        assert (start.path, start.step, start.optimizer) == (before.run_dir, before.train.steps, True)
+    assert learning_rate(middle, 1) / learning_rate(second, second.train.steps) == pytest.approx(5.267, rel=1e-3)
+    assert [load(name).train.init_from.path for name in ("olmo3_32b_stage2", "olmo3_32b_long")] == [
+        "runs/olmo3_32b", "runs/olmo3_32b_merged"]
+    assert load("olmo3_32b_stage2").train.init_from.step == load("olmo3_32b").train.steps
+
+
+@pytest.mark.parametrize("name", ["olmo3_7b_long", "olmo3_32b_long"])
+def test_the_long_stages_pack_documents_and_stretch_full_layers(name):
+    cfg = load(name)
+    assert (cfg.data.sequence_length, cfg.data.packing, cfg.data.packing_group, cfg.data.packing_seed,
+            cfg.data.document_masking) == (65_536, "best_fit", 8, 123, True)
+    rope = cfg.model.rope_scaling
+    assert (rope.kind, rope.factor, rope.original_length, rope.beta_fast, rope.beta_slow) == ("yarn", 8, 8192, 32, 1)
+    for other in set(STAGES) - {"olmo3_7b_long", "olmo3_32b_long"}:
+        cfg = load(other)
+        assert (cfg.data.sequence_length, cfg.data.packing, cfg.data.document_masking, cfg.model.rope_scaling.kind) == (
+            8192, "chunk", False, "none")
+
+
+@pytest.mark.parametrize("size", LADDER)
+def test_a_short_run_has_20_tokens_a_parameter_and_a_rate_by_its_size(size):
+    cfg = load(f"olmo3_{size}")
+    assert cfg.train.steps == cfg.schedule.total_steps == -(-20 * LADDER[size] // cfg.batch_tokens)
+    assert LADDER[size] == SIZES[size] - cfg.model.vocab_size * cfg.model.d_model
+    assert cfg.optim.lr == pytest.approx(3e-4 * (6_887_575_552 / LADDER[size]) ** (1 / 3), rel=0.05)
+    assert cfg.schedule.warmup_steps == min(2000, cfg.train.steps // 10)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "quickstart"])
+def test_a_dry_run_on_64_devices_says_what_the_run_would_be(name, capsys):
+    assert train([name, "--dry-run", "--devices", "64"]) == 0
+    out, cfg = " ".join(capsys.readouterr().out.split()), load(name)
+    assert f"parameters {parameters(cfg.model):,} (" in out
+    assert f"updates {cfg.train.steps:,} updates, {cfg.train.steps * cfg.batch_tokens:,} tokens" in out
+    assert re.search(rf"schedule {cfg.schedule.kind}, .*ends at {cfg.schedule_steps:,}; lr ", out)
+    assert "mesh data 1, fsdp 64, tensor 1 (planned)" in out

@@ -34,7 +34,8 @@ def test_list_prints_runs_first_then_parts_each_with_its_description(capsys):
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
     assert names.index("olmo3_7b") < names.index("quickstart") < names.index("data/olmo_mix_0625")
-    assert names[-1].startswith("models/")
+    folders = [name.rpartition("/")[0] for name in names]
+    assert folders == sorted(folders)
     assert len(lines) == len(list(CONFIGS.rglob("*.yml")))
     assert all(len(line.split()) > 2 for line in lines)
 

@@ -10,7 +10,7 @@ import pytest
 
 from maxtext.config.load import load, to_yaml
 from maxtext.config.schema import Config
-from maxtext.train.resume import ResumeError, check_same_run, flatten
+from maxtext.train.resume import ResumeError, check_new_run, check_same_run, flatten
 from tests.runs import Runs
 
 SOURCE = "data.sources.code.paths=[a]"
@@ -42,7 +42,6 @@ def test_the_same_config_says_nothing(runs: Runs):
     ("train.global_batch=16", "train.global_batch", 8, 16),
     ("optim.kind=adamw", "optim.kind", "skip_step_adamw", "adamw"),
     ("optim.skip.window=64", "optim.skip.window", 128, 64),
-    ("schedule.kind=linear", "schedule.kind", "cosine", "linear"),
 ])
 def test_another_model_data_order_or_optimizer_is_refused_by_name(runs: Runs, override: str, key: str, before: Any,
                                                                   after: Any):
@@ -75,7 +74,9 @@ def test_what_changes_no_number_is_free(runs: Runs, override: str):
     ("data.sources.code.root=/mnt", "data.sources.code.root changes from '' to '/mnt' after update 20"),
     ("data.sources.code.paths=[b]", "data.sources.code.paths changes from ('a',) to ('b',) after update 20"),
     ("train.compute_dtype=bfloat16", "train.compute_dtype changes from 'float32' to 'bfloat16' after update 20"),
-    ("schedule.warmup_steps=5", "schedule.warmup_steps changes from 10 to 5 after update 20")])
+    ("schedule.warmup_steps=5", "schedule.warmup_steps changes from 10 to 5 after update 20"),
+    ("schedule.kind=half_cosine", "schedule.kind changes from 'cosine' to 'half_cosine' after update 20"),
+    ("train.take_over_at=20", "train.take_over_at changes from None to 20 after update 20")])
 def test_what_changes_numbers_or_the_place_of_the_data_is_noted(runs: Runs, override: str, note: str):
     assert check(runs.config("run", SOURCE), runs.config("run", SOURCE, override)) == [note]
 
@@ -87,6 +88,21 @@ def test_a_schedule_that_ends_elsewhere_is_noted(runs: Runs):
         "train.steps changes)"]
     assert check(saved, runs.config("run", "train.steps=60")) == [
         "schedule.total_steps changes from None to 40 after update 20"]
+
+
+@pytest.mark.parametrize("at", [19, 21])
+def test_a_config_takes_over_at_its_update_alone(runs: Runs, at: int):
+    cfg = runs.config("run", f"train.take_over_at={at}", "schedule.kind=half_cosine")
+    with pytest.raises(ResumeError, match=rf"stands at update 20, but this config takes it over at update {at} .* with "
+                       rf"train\.steps={at}, or"):
+        check(runs.config(), cfg)
+    assert check(cfg, cfg) == []  # taken over long ago
+
+
+def test_a_config_that_takes_over_never_begins(runs: Runs):
+    check_new_run(runs.config())
+    with pytest.raises(ResumeError, match=r"holds no checkpoint, but this config takes over a run at update 20"):
+        check_new_run(runs.config("run", "train.take_over_at=20"))
 
 
 def test_a_config_of_another_version_is_refused(runs: Runs):
