@@ -38,6 +38,7 @@ from maxtext.convert.hf import open_folder, read_json
 from maxtext.convert.mapping import assemble, pieces, places
 from maxtext.data.pipeline import make_batches
 from maxtext.data.tokens import resolve
+from maxtext.eval.evaluations import Evaluations
 from maxtext.model.decoder import Decoder, abstract_decoder, leaf_names
 from maxtext.model.loss import logits
 from maxtext.parallel.sharding import sharding
@@ -66,6 +67,14 @@ class Case(NamedTuple):
     def tokens(self) -> Path:
         own = self.folder / "tokens"
         return own if own.exists() else self.folder.parent / SHARED / "tokens"
+
+    @property
+    def held_out(self) -> dict[str, Path]:
+        """Token files of the held-out sets that the reference evaluated, by set."""
+        names = sorted({name.split("/")[2] for name in self.evals[0] if name.startswith("eval/lm/")})
+        own = self.folder / "tokens_val"
+        files = sorted((own if own.exists() else self.folder.parent / SHARED / "tokens_val").iterdir()) if names else []
+        return dict(zip(names, files, strict=True))
 
 
 def read_case(folder: Path) -> Case:
@@ -110,7 +119,8 @@ def config_of(case: Case, model: ModelConfig) -> Config:
             gradient_accumulation_steps=train["global_batch_instances"] // train["microbatch_instances"] // ranks,
             compute_dtype="float32" if train["precision"] == "fp32" else "bfloat16",
             z_loss=train["z_loss_multiplier"], remat=RematConfig("none")),
-        eval=EvalConfig(sets={path.stem: EvalSetConfig((str(path),)) for path in case.folder.glob("tokens_val/*")}),
+        eval=EvalConfig(rows="truncated", batch=train["microbatch_instances"] * ranks,
+                        sets={name: EvalSetConfig((str(path),)) for name, path in case.held_out.items()}),
     )
 
 
@@ -149,6 +159,7 @@ class Replay:
     instance_ids: list[list[int]]
     rejected: list[list[bool] | None]
     document_lengths: list[list[list[int]] | None]
+    evals: list[dict[str, float]]  # one for each evaluation of the reference
     first_logits: np.ndarray
     last_logits: np.ndarray
     final: TrainState
@@ -184,12 +195,16 @@ def replay(case: Case, start: Start | None = None) -> Replay:
 
 
 def _run(case: Case, cfg: Config, mesh: jax.sharding.Mesh, state: TrainState) -> Replay:
-    batches = make_batches(cfg, resolve(cfg), sharding(mesh, "batch", None))
+    data = resolve(cfg)
+    batches, evaluate = make_batches(cfg, data, sharding(mesh, "batch", None)), Evaluations(cfg, data, mesh)
+    evaluated = {record["step"] for record in case.evals}
     fixed_ids = jnp.asarray(np.load(case.folder / "logits.npz")["fixed_input_ids"])
     fixed_ids = jax.device_put(jnp.tile(fixed_ids, (mesh.size, 1)), sharding(mesh, "batch", None))
     all_logits = jax.jit(lambda p: logits(p, fixed_ids, cfg))
-    done = Replay([], [], [], [], [], [], [], [], np.asarray(all_logits(state.params))[:1], np.zeros(0), state)
+    first_logits, nothing = np.asarray(all_logits(state.params))[:1], np.zeros(0)
+    done = Replay([], [], [], [], [], [], [], [], [], first_logits, nothing, state)
     step = compile_train_step(cfg)
+    done.evals += [evaluate(state.params)] if 0 in evaluated else []
     for number in range(1, len(case.steps) + 1):
         batch = next(batches)
         state, metrics = step(state, batch)
@@ -201,6 +216,7 @@ def _run(case: Case, cfg: Config, mesh: jax.sharding.Mesh, state: TrainState) ->
         done.instance_ids.append(batches.instance_ids(number).tolist())
         done.rejected.append(None if batch.rejected_B is None else (np.asarray(batch.rejected_B) > 0).tolist())
         done.document_lengths.append(None if batch.segments_BT is None else lengths_of(np.asarray(batch.segments_BT)))
+        done.evals += [evaluate(state.params)] if number in evaluated else []
     batches.close()
     done.last_logits, done.final = np.asarray(all_logits(state.params))[:1], jax.tree.map(np.asarray, state)
     return done

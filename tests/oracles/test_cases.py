@@ -1,8 +1,9 @@
 """The reference's training runs, replayed: same instances, losses, gradient norms, learning rates, skips, weights.
 
 Limits: float32 cases within 1e-5 of the reference's cross-entropy at every step and 1e-6 at the first (two PyTorch
-implementations differ by 1.5e-6), gradient norm within 2e-4 relative, final logits within 1e-4; bfloat16 within 0.01
-at every step with a mean signed gap of at most 5e-4. A case may bring its own limits (`tolerance` in its config.json).
+implementations differ by 1.5e-6), held-out losses within 1e-5, gradient norm within 2e-4 relative, final logits within
+1e-4; bfloat16 within 0.01 at every step with a mean signed gap of at most 5e-4, held-out losses within 0.01 and before
+the first step within 1e-4. A case may bring its own limits (`tolerance` in its config.json).
 """
 
 import json
@@ -105,6 +106,20 @@ def test_cross_entropy(oracle_case):
     assert (np.abs(gaps) <= limits(case)).all()
     if case.about["train"]["precision"] != "fp32":
         assert abs(gaps.mean()) <= 5e-4
+
+
+def test_held_out_loss(oracle_case):
+    """By the reference's rule (`eval.rows: truncated`), in the run, at every step at which it evaluated."""
+    case, ours = replayed(oracle_case)
+    names = [f"eval/lm/{name}/CE loss" for name in case.held_out]
+    if not names:
+        pytest.skip("the reference evaluated nothing in this case")
+    gaps = np.array([[got[name] - want[name] for name in names]
+                     for got, want in zip(ours.evals, case.evals, strict=True)])
+    print(f"worst gap {np.abs(gaps).max():.2e}, before the first step {np.abs(gaps[0]).max():.2e}")
+    exact = case.about["train"]["precision"] == "fp32"
+    assert np.abs(gaps).max() <= (1e-5 if exact else 0.01)
+    assert np.abs(gaps[0]).max() <= (1e-5 if exact else 1e-4)
 
 
 def test_z_loss(oracle_case):
