@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Makes the environment with the test tools, then runs the linter and the tests.
-#   scripts/test.sh [pytest arguments ...]     default: tests -n 2
+#   scripts/test.sh [pytest arguments ...]     default: tests -n 2 --dist loadgroup
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case "${1:-}" in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
-[ $# -gt 0 ] || set -- tests -n 2
+[ $# -gt 0 ] || set -- tests -n 2 --dist loadgroup
 
 ensure_environment requirements-test.lock
 

@@ -1,10 +1,11 @@
 """Gives each test of this folder every training case of the reference."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-MOE = "g_moe"  # cases that need a part which is not built yet
+LONG = 60  # steps from which on a case counts as slow
 
 
 def pytest_generate_tests(metafunc):
@@ -14,4 +15,11 @@ def pytest_generate_tests(metafunc):
         cases = sorted(path.parent for path in folder.glob("*/record.json"))
         if given and not cases:
             raise pytest.UsageError(f"--oracle-cases {folder}: no folder in it has a record.json")
-        metafunc.parametrize("oracle_case", cases, ids=[case.name for case in cases], scope="session")
+        metafunc.parametrize("oracle_case", [_parameter(case) for case in cases], scope="session")
+
+
+def _parameter(case: Path):
+    """A case is replayed once for all of its tests, so they go to the same worker."""
+    steps = len(json.loads((case / "record.json").read_text())["steps"])
+    marks = [pytest.mark.xdist_group(case.name)] + [pytest.mark.slow] * (steps >= LONG)
+    return pytest.param(case, id=case.name, marks=marks)
