@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config overrides, such as train.remat.mode=full")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.remat.mode=full")
     args = parser.parse_args()
 
     from maxtext.config.load import load

@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("requirements.lock", "requirements-test.lock")
 MAX_BYTES = 1_000_000
 # Fixtures that may be larger, by path, each with its reason.
-LARGE_FIXTURES: dict[str, str] = {}
+LARGE_FIXTURES: dict[str, str] = {
+    "tests/oracles/cases/e_midtrain/start.npz": "weights and Adam moments that a replay of the reference starts from",
+}
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "tools", "stuff"}
 
 # The patterns are written with classes and groups so that this file does not match them itself.

@@ -23,7 +23,7 @@ import numpy as np
 from maxtext.config.schema import ModelConfig, RematConfig
 from maxtext.model.attention import Attention, attention, attention_params
 from maxtext.model.layers import Mlp, Rope, document_positions, mlp, mlp_params, rms_norm, rope_tables
-from maxtext.parallel.sharding import Param, is_param, sharding, spec
+from maxtext.parallel.sharding import Param, is_param, per_device, sharding, spec
 
 
 @flax.struct.dataclass
@@ -138,7 +138,9 @@ class Context(NamedTuple):
 
 def make_context(cfg: ModelConfig, tokens_BT: jax.Array, segments_BT: jax.Array | None) -> Context:
     """Positions count from the start of the row, or of each document when there are segments."""
-    positions = jnp.arange(tokens_BT.shape[1]) if segments_BT is None else document_positions(segments_BT)
+    positions = jnp.arange(tokens_BT.shape[1])
+    if segments_BT is not None:
+        positions = per_device(document_positions, (("batch", None),), ("batch", None))(segments_BT)
     return Context(segments_BT, rope_tables(cfg, positions, scaled=False), rope_tables(cfg, positions, scaled=True))
 
 
