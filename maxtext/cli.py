@@ -22,6 +22,7 @@ verbs
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
   data prepare [...]                         text to a tokenizer and token files
   checkpoint ls | verify RUN                 what is saved, and whether it is whole
+  checkpoint merge OUT RUN[@STEP] ...        the average of the weights of several checkpoints
   convert import | export | verify [...]     weights of transformers and OLMo-core in and out
   eval RUN [--sets ...] [--tasks ...]        held-out sets and downstream tasks on a checkpoint
   report RUN                                 write report.html and loss.png of a run
@@ -157,6 +158,10 @@ def _data(argv: list[str]) -> int:
 
 
 def _checkpoint(argv: list[str]) -> int:
+    if argv[:1] == ["merge"]:
+        from maxtext.convert.merge import run as merge
+
+        return merge(argv[1:])
     from maxtext.checkpoint.inspect import run
 
     return run(argv)

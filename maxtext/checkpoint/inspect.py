@@ -11,7 +11,8 @@ from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry
 
 def run(argv: Sequence[str]) -> int:
     """The verb. Returns the exit status: 0 all is well, 1 a bad step or no step, 2 wrong usage."""
-    parser = argparse.ArgumentParser(prog="maxtext checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="maxtext checkpoint", description=__doc__,
+                                     epilog="maxtext checkpoint merge OUT RUN[@STEP] ... averages weights.")
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("ls", help="list the steps: time, size and status")
     verify = commands.add_parser("verify", help="read every byte and compare it with what was saved")

@@ -15,7 +15,10 @@ from maxtext.config.validate import mesh_problems
 from maxtext.train.schedule import learning_rate
 
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yml"))
-PARTS = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.glob("*/*.yml"))
+TINY = sorted(f"tiny/{file.stem}" for file in CONFIGS.glob("tiny/*.yml"))
+PARTS = sorted({file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.glob("*/*.yml")} - set(TINY))
+# A second part of a run has that run's name.
+CONTINUED = {"olmo3_7b_stage1b": "olmo3_7b", "olmo3_tiny_stage1b": "olmo3_tiny_stage1"}
 # Published parameter counts (OLMo-core, all parameters with vocabulary 100352) and FLOPs per token at sequence 8192.
 SIZES = {"190m": 267_424_512, "370m": 474_022_912, "600m": 676_414_720, "760m": 912_360_960, "1b": 1_484_916_736,
          "3b": 3_503_508_736, "7b": 7_298_617_344, "13b": 13_716_198_400, "32b": 32_234_279_936}
@@ -32,10 +35,11 @@ def parameters(model: ModelConfig) -> int:
     return model.n_layers * block + 2 * model.vocab_size * model.d_model + model.d_model
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", RUNS + TINY)
 def test_a_run_loads_by_name_and_writes_back_equal(name, tmp_path):
     cfg, origins = load_with_origins(name)
-    assert cfg.run_name == {"olmo3_7b_stage1b": "olmo3_7b"}.get(name, name)  # it continues that run
+    stem = name.rpartition("/")[2]
+    assert cfg.run_name == CONTINUED.get(stem, stem)
     (tmp_path / "back.yml").write_text(to_yaml(cfg, origins))
     assert load(tmp_path / "back.yml") == cfg
 
@@ -61,7 +65,7 @@ def test_a_part_loads_as_the_base_of_a_run(part, tmp_path):
     assert cfg.run_name == "run"
 
 
-@pytest.mark.parametrize("name", RUNS + PARTS)
+@pytest.mark.parametrize("name", RUNS + TINY + PARTS)
 def test_a_file_is_short_commented_and_describes_itself(name):
     text = (CONFIGS / f"{name}.yml").read_text()
     assert len(text.splitlines()) <= (40 if name in RUNS else 60)
