@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--text", metavar="FILE", help="text to compare on; a text of Python's own help by default")
     check.add_argument("--rows", type=int, default=4, help="rows of tokens (4)")
     check.add_argument("--length", type=int, default=512, help="tokens in a row (512)")
-    check.add_argument("--dtype", choices=tuple(parity.LIMITS), default="float32", help="of the computation (float32)")
+    check.add_argument("--dtype", choices=tuple(parity.LIMITS), default="float32", help="of our computation (float32)")
     check.add_argument("--report", metavar="DIR", help="where parity.json and parity.md go (the checkpoint's folder)")
     return parser
 
@@ -109,8 +109,9 @@ def _verify(options: argparse.Namespace) -> int:
     if options.golden:
         reference, tokens = parity.golden(options.golden), f"of {options.golden}"
     else:
-        tokens_BT, tokens = _tokens(options, saved)
-        reference = parity.transformers_trace(options.hf_dir, tokens_BT, options.dtype)
+        rows = min(saved.cfg.model.vocab_size, int(folder.config.get("vocab_size", saved.cfg.model.vocab_size)))
+        tokens_BT, tokens = _tokens(options, saved, rows)
+        reference = parity.transformers_trace(options.hf_dir, tokens_BT)
     if options.save_golden:
         parity.save_golden(options.save_golden, reference)
     if reference.tokens_BT.min() < 0 or reference.tokens_BT.max() >= saved.cfg.model.vocab_size:
@@ -140,9 +141,9 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if report["failures"] else 0
 
 
-def _tokens(options: argparse.Namespace, saved: Saved) -> tuple[np.ndarray, str]:
-    """Rows of token ids, and where they come from."""
-    shape, vocabulary = (options.rows, options.length), saved.cfg.model.vocab_size
+def _tokens(options: argparse.Namespace, saved: Saved, vocabulary: int) -> tuple[np.ndarray, str]:
+    """Rows of token ids below `vocabulary`, and where they come from."""
+    shape = (options.rows, options.length)
     if options.text:
         try:
             text, source = Path(options.text).read_text(encoding="utf-8"), options.text
