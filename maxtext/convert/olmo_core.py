@@ -155,7 +155,7 @@ def _config(root: Path, out: str, config: str | None) -> Config:
 def read_model(config: Mapping[str, Any], where: str) -> ModelConfig:
     """The architecture in a config.json of OLMo-core; ConvertError names every setting that we cannot honour."""
     block = config.get("block") or {}
-    mixer, feed = block.get("sequence_mixer") or block.get("attention") or {}, block.get("feed_forward") or {}
+    mixer, feed = _mixer(block), block.get("feed_forward") or {}
     norms = [block.get("layer_norm") or {}, mixer.get("qk_norm"), (config.get("lm_head") or {}).get("layer_norm") or {}]
     faults = _unsupported(config, block, mixer, feed, [norm for norm in norms if norm])
     if faults:
@@ -228,29 +228,33 @@ def _layers(windows: Mapping[str, Any] | None) -> tuple[tuple[LayerKind, ...], i
     return tuple("full" if size == -1 else "window" for size in windows["pattern"]), next(iter(sizes), None)
 
 
+def _mixer(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The attention section, which has had two names."""
+    return block.get("sequence_mixer") or block.get("attention") or {}
+
+
 def _scaling(config: Mapping[str, Any], block: Mapping[str, Any], where: str) -> RopeScalingConfig:
     """YaRN, which OLMo-core writes as an override of each full-attention block."""
-    found: dict[int, Any] = {}
+    base, layers = _mixer(block), int(config["n_layers"])
+    scalings: dict[int, Any] = {}
     for layer, override in (config.get("block_overrides") or {}).items():
-        mixer = dict(override.get("sequence_mixer") or override.get("attention") or {})
-        found[int(layer)] = (mixer.get("rope") or {}).get("scaling")
-        plain = {**override, "sequence_mixer": None, "attention": None}
-        base = {**block, "sequence_mixer": None, "attention": None}
-        mixer["rope"] = {key: value for key, value in (mixer.get("rope") or {}).items() if key != "scaling"}
-        if plain != base or mixer != (block.get("sequence_mixer") or block.get("attention")):
+        mixer = _mixer(override)
+        rope = dict(mixer.get("rope") or {})
+        scalings[int(layer)] = rope.pop("scaling", None)
+        rest, others = ({key: value for key, value in b.items() if key not in ("sequence_mixer", "attention")}
+                        for b in (override, block))
+        if rest != others or {**mixer, "rope": rope} != base:
             raise ConvertError(f"{where}: block {layer} differs from the others in more than rope scaling")
-    base_scaling = ((block.get("sequence_mixer") or block.get("attention"))["rope"]).get("scaling")
-    scalings = list(found.values()) + ([base_scaling] if base_scaling else [])
+    if base["rope"].get("scaling"):
+        scalings = {layer: base["rope"]["scaling"] for layer in range(layers)} | scalings
     if not scalings:
         return RopeScalingConfig()
-    windows = (block.get("sequence_mixer") or block.get("attention")).get("sliding_window")
-    kinds, _ = _layers(windows)
-    layers = int(config["n_layers"])
-    full = {i for i in range(layers) if kinds[i % len(kinds)] == "full"}
-    if windows and windows.get("force_full_attention_on_last_layer", True):
+    kinds, _ = _layers(base.get("sliding_window"))
+    full = {layer for layer in range(layers) if kinds[layer % len(kinds)] == "full"}
+    if (base.get("sliding_window") or {}).get("force_full_attention_on_last_layer", True):
         full.add(layers - 1)
-    one = scalings[0]
-    if (base_scaling and len(full) < layers) or (found and set(found) != full) or any(s != one for s in scalings):
+    one = next(iter(scalings.values()))
+    if set(scalings) != full or any(scaling != one for scaling in scalings.values()):
         raise ConvertError(f"{where}: rope scaling is not the same on all full-attention layers and on them alone")
     if not one or "YaRN" not in str(one.get("_CLASS_")):
         raise ConvertError(f"{where}: rope scaling {one} is not supported; only YaRN is")

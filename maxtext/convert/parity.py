@@ -157,8 +157,8 @@ def save_golden(path: str, trace: Trace) -> None:
 def transformers_trace(path: str, tokens_BT: np.ndarray, dtype: str = "float32") -> Trace:
     """Runs transformers' own model of a folder, on CPU, with plain attention."""
     try:
-        import torch
-        import transformers
+        import torch  # pyright: ignore[reportMissingImports]  optional
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConvertError(f"running the other side needs torch and transformers ({error}); pip install torch "
                            "transformers, or compare with a saved golden: --golden FILE.npz") from None
