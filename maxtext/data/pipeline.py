@@ -18,7 +18,7 @@ from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.data.batch import Batch, make_batch
 from maxtext.data.order import GlobalOrder
-from maxtext.data.reader import RowRules, Rows, StepSource, make_reader
+from maxtext.data.reader import RowRules, Rows, StepSource, begin_worker, make_reader
 from maxtext.data.reference import loader_state
 from maxtext.data.tokens import ResolvedData, cache_dir
 
@@ -154,8 +154,9 @@ class Batches(Iterator[Batch]):
             if not flags.FLAGS.is_parsed():
                 # Grain reads its flags when it starts worker processes, and we have no absl command line.
                 flags.FLAGS.mark_as_parsed()
-            dataset = dataset.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(
-                num_workers=workers, per_worker_buffer_size=max(1, math.ceil(prefetch / workers))))
+            options = grain.multiprocessing.MultiprocessingOptions(
+                num_workers=workers, per_worker_buffer_size=max(1, math.ceil(prefetch / workers)))
+            dataset = dataset.mp_prefetch(options, worker_init_fn=begin_worker)
         return iter(dataset)
 
     def _close_iterator(self) -> None:

@@ -6,6 +6,10 @@ Shapes: T tokens of one instance, R rows of the global batch that a process need
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,6 +25,24 @@ from maxtext.data.tokens import ResolvedData
 # More steps than any run has; Grain slices its index lazily.
 ENDLESS = 1 << 40
 Rows = dict[str, np.ndarray]
+
+
+def begin_worker(number: int, count: int) -> None:
+    """Set-up of a worker process, called in it by Grain.
+
+    A signal to all processes of a run is for the run to answer, which may need a batch more before it stops. In return
+    the worker watches its parent: nobody else would end it when that is killed.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 class Reader(Protocol):

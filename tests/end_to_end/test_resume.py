@@ -66,19 +66,22 @@ def test_what_is_compared_tells_updates_apart(straight: Config):
             "optimizer.grad_norm_window", "optimizer.n_recorded"} < later.keys()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_20_and_20_updates_are_40(runs: Runs, straight: Config, monkeypatch: pytest.MonkeyPatch, number: int,
-                                  capsys: pytest.CaptureFixture[str]):
-    cfg = runs.config("run")
+@pytest.mark.parametrize(("number", "stop"), [(signal.SIGTERM, 20), (signal.SIGINT, 23)])
+def test_a_stop_and_a_resume_change_nothing(runs: Runs, straight: Config, monkeypatch: pytest.MonkeyPatch,
+                                            number: signal.Signals, stop: int, capsys: pytest.CaptureFixture[str]):
+    """20 + 20 updates, with an evaluation due at the stop, and 23 + 17; no save is due at either."""
+    cfg = runs.config("run", "checkpoint.every=40")
     with monkeypatch.context() as patch:
-        when_written(patch, 19, lambda: os.kill(os.getpid(), number))
-        assert loop.train(cfg, devices=some_devices(2)) == loop.Outcome(20, number.name)
-    assert f"stopped by {number.name} after update 20 of 40; all is saved, and the same command continues" in \
+        when_written(patch, stop - 1, lambda: os.kill(os.getpid(), number))
+        assert loop.train(cfg, devices=some_devices(2)) == loop.Outcome(stop, number.name)
+    assert f"stopped by {number.name} after update {stop} of 40; all is saved, and the same command continues" in \
         capsys.readouterr().out
-    assert reproducible(lines(cfg)) == reproducible(lines(straight))[:21]
-    assert saved_bits(cfg, 20) == saved_bits(straight, 20)
+    assert reproducible(lines(cfg)) == reproducible(lines(straight))[:stop + 1]
+    assert saved_steps(cfg) == [stop]
+    if stop == 20:
+        assert saved_bits(cfg, 20) == saved_bits(straight, 20)
     assert loop.train(cfg, devices=some_devices(2)) == loop.Outcome(40)
-    assert f"resuming {cfg.run_dir} from update 20 of 40" in capsys.readouterr().out
+    assert f"resuming {cfg.run_dir} from update {stop} of 40" in capsys.readouterr().out
     check_same_run(cfg, straight)
 
 
@@ -139,6 +142,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory, prepared_text: Path) -> Conf
     return cfg
 
 
+@pytest.mark.slow  # three processes, of which the first compiles
 def test_kill_9_and_two_resumes_in_new_processes(runs: Runs, straight: Config):
     """Killed at update 25, and again while update 30, which is saved, is evaluated: its line is made up for."""
     cfg, arguments = runs.config(), runs.arguments()
