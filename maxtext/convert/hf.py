@@ -235,15 +235,18 @@ def weight_leaves(model: ModelConfig, prefix: str = PARAMS) -> dict[str, Streame
 
 def write_step(out: str, cfg: Config, step: int, leaves: dict[str, StreamedLeaf],
                stream: Iterator[tuple[str, int | None, np.ndarray]], extra: dict[str, Any]) -> None:
-    """Writes one streamed step and config.yml into a new folder."""
+    """Writes one streamed step and config.yml into a new folder; none is left when that fails."""
     refuse_used(out)
     text = to_yaml(cfg)
     checkpoints = Checkpoints(os.path.join(out, "checkpoints"), CheckpointConfig(), config_text=text)
     try:
         checkpoints.save_streamed(step, leaves, stream, extra)
+        Path(out, "config.yml").write_text(text)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
     finally:
         checkpoints.close()
-    Path(out, "config.yml").write_text(text)
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:

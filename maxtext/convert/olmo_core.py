@@ -246,7 +246,7 @@ def _scaling(config: Mapping[str, Any], block: Mapping[str, Any], where: str) ->
         if rest != others or {**mixer, "rope": rope} != base:
             raise ConvertError(f"{where}: block {layer} differs from the others in more than rope scaling")
     if base["rope"].get("scaling"):
-        scalings = {layer: base["rope"]["scaling"] for layer in range(layers)} | scalings
+        scalings = dict.fromkeys(range(layers), base["rope"]["scaling"]) | scalings
     if not scalings:
         return RopeScalingConfig()
     kinds, _ = _layers(base.get("sliding_window"))
