@@ -2,13 +2,20 @@
 # Makes the environment with the test tools, then runs the linter and the tests.
 #   scripts/test.sh [pytest arguments ...]     default: tests -n 2 --dist loadgroup
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
+# TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-case "${1:-}" in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 [ $# -gt 0 ] || set -- tests -n 2 --dist loadgroup
 
 ensure_environment requirements-test.lock
+if [ "${TORCH:-}" = 1 ]; then
+  say "adding PyTorch and transformers (requirements-torch.txt)"
+  "$VENV/bin/python" -m pip install --quiet -r requirements-torch.txt || die "pip could not install requirements-torch.txt" \
+    "leave TORCH=1 away: the tests that need it are then skipped"
+fi
+unset TORCH  # tests that run this script decide for themselves
 
 say "ruff check"
 "$VENV/bin/ruff" check . || die "ruff found the faults above" "many can be mended with: $VENV/bin/ruff check --fix"
