@@ -48,5 +48,5 @@ def runs(tmp_path: Path, prepared_text: Path) -> Runs:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--oracle-cases", metavar="DIR", help="replay every case of the reference found in DIR, instead of "
-                                                           "those in tests/oracles/cases")
+    parser.addoption("--oracle-cases", metavar="DIR",
+                     help="replay every case of the reference found in DIR, instead of those in tests/oracles/cases")

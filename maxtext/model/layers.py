@@ -1,6 +1,7 @@
 """Norm, rotary embedding and feed-forward.
 
-Dims: B batch, T position, N = B T, D model width, F feed-forward width, K key/value head, G query heads of one, H head width.
+Dims: B batch, T position, N = B T, D model width, F feed-forward width, K key/value head, G query heads of one, H head
+width.
 """
 
 from __future__ import annotations
