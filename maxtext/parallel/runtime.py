@@ -31,5 +31,6 @@ def prepare_runtime() -> None:
         folder = os.path.join(base, "maxtext", "xla")
     if folder:
         jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        # All programs: the many small ones of the initial weights and the first save cost more than the large one.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
