@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from maxtext.config.load import load
 from maxtext.config.schema import ModelConfig, RematConfig
 from maxtext.model.cost import (
     count_non_embedding,
@@ -32,6 +33,14 @@ def test_equals_the_reference(name):
     assert count_non_embedding(model) == size["non_embedding"]
     for length, flops in size["flops_per_token"].items():
         assert flops_per_token(model, int(length)) == flops
+
+
+def test_sixteen_heads_cost_what_thirty_two_cost():
+    """The 16 x 256 option: parameters and FLOPs of the published 32 x 128, with heads twice as wide."""
+    usual, wide = load("olmo3_7b").model, load("olmo3_7b_heads16").model
+    assert (wide.n_heads, wide.head_width) == (16, 256)
+    assert count_params(wide) == count_params(usual) == 7_298_617_344
+    assert flops_per_token(wide, 8192) == flops_per_token(usual, 8192) == 46_558_863_360
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])
