@@ -341,9 +341,9 @@ class Checkpoints:
             try:
                 return self._load(self._path(manifest.step_name(step)), wanted, treedef, partial)
             except Damaged as damage:
+                others = [other for other in self.steps() if other != step]  # steps() does not read the arrays
                 raise CheckpointError(
-                    f"step {step} in {self.directory} is bad: {damage}; good steps are {self.steps()}"
-                ) from None
+                    f"step {step} in {self.directory} is bad: {damage}; good steps are {others}") from None
         while (candidate := from_process_0(self._newest)) >= 0:
             name = manifest.step_name(candidate)
             try:

@@ -13,6 +13,7 @@ from maxtext.config.schema import Config
 Path = tuple[str, ...]
 ANY = "<name>"  # stands for the name of one source or held-out set
 _LEAST = 0.7  # similarity of names below which a suggestion would mislead
+_PLURAL = 0.98  # similarity of a name and its plural: with the right section, nearer than the same name elsewhere
 _SAME_SECTION = 0.1  # weight of the section's similarity: it only decides between names that are alike
 
 
@@ -50,7 +51,9 @@ def _plain(name: str) -> str:
 
 
 def _alike(a: str, b: str) -> float:
-    return 1.0 if a == b else difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
+    if a == b or a.rstrip("s") == b.rstrip("s"):
+        return 1.0 if a == b else _PLURAL
+    return difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
 
 
 def _with_names_of(path: Path, known: Path) -> Path:

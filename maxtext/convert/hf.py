@@ -282,7 +282,10 @@ def export_folder(saved: Saved, path: str, dtype: str | None, shard_bytes: int, 
     shapes = {place.name: tuple(rows if i == 0 and is_vocabulary(place) else size for i, size in enumerate(place.shape))
               for place in wanted.values()}
     partial = f"{os.path.abspath(path)}.partial-{os.getpid()}"
-    os.makedirs(partial)
+    try:
+        os.makedirs(partial)
+    except OSError as error:
+        raise ConvertError(f"{path}: cannot be made ({error.strerror}); give a place that you may write") from error
     try:
         _write_weights(partial, saved, wanted, shapes, WEIGHT_DTYPES[dtype], shard_bytes)
         config = write_config(family, dataclasses.replace(model, vocab_size=rows), dtype, _positions(saved),

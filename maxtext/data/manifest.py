@@ -54,7 +54,7 @@ class Prepared:
         """
         if name not in self.train:
             near = difflib.get_close_matches(name, self.train, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else f"; name those, or drop it with data.sources.{name}=null"
             raise DataError(f"data.sources.{name}: gives no paths and {self.folder / NAME} has only "
                             f"{', '.join(self.train)}{hint}")
         return self.train[name]

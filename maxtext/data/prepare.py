@@ -94,8 +94,11 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
             return present, False
         raise DataError(f"{out / missing}: missing or of the wrong size; --force prepares the data set again")
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise DataError(f"{out}: cannot be made ({error.strerror}); give --out a place that you may write") from error
     try:
         building.chmod(0o755)
         tokenizer = _make_tokenizer(options, scan, building)

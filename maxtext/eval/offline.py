@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -86,6 +87,9 @@ def _evaluate(options: argparse.Namespace) -> None:
                                       "eval.sets.NAME.paths=[FILES]")
             restored = checkpoints.restore({"params": abstract_decoder(cfg.model, mesh)}, step, partial=True)
             assert restored is not None
+            output = Path(options.output or f"eval_{cfg.run_name}_{step}.json")
+            if jax.process_index() == 0:
+                _check_writable(output)
             began = time.perf_counter()
             metrics = evaluate(restored.state["params"])
     finally:
@@ -94,12 +98,21 @@ def _evaluate(options: argparse.Namespace) -> None:
         result = {"checkpoint": str(folder), "step": step, "run_name": cfg.run_name, "rows": cfg.eval.rows,
                   "batch": cfg.eval.batch, "compute_dtype": cfg.train.compute_dtype,
                   "seconds": round(time.perf_counter() - began, 3), "metrics": _plain(metrics)}
-        output = Path(options.output or f"eval_{cfg.run_name}_{step}.json")
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{folder} update {step}")
         print(table(metrics))
         print(f"written to {output}")
+
+
+def _check_writable(output: Path) -> None:
+    """Raises EvaluationError, before the long part, where the numbers could not be written after it."""
+    try:
+        if output.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output.parent).close()
+    except OSError as error:
+        raise EvaluationError(f"{output}: cannot be written ({error.strerror}); give --output another file") from error
 
 
 def find_checkpoints(path: str, step: int | None) -> tuple[Path, int | None]:

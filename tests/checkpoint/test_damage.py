@@ -192,10 +192,11 @@ def test_a_second_bad_copy_gets_the_next_number(directory: Path, pristine: Path)
     assert restore(directory) == 20
 
 
-def test_an_asked_step_that_is_bad_is_an_error_and_stays(directory: Path):
-    truncate(max((directory / BAD).rglob("*"), key=lambda path: path.stat().st_size))
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_an_asked_step_that_is_bad_is_an_error_and_stays(directory: Path, damage: Callable[[Path], None]):
+    damage(max((directory / BAD).rglob("*"), key=lambda path: path.stat().st_size))
     checkpoints = Checkpoints(str(directory), config())
-    with pytest.raises(CheckpointError, match=r"step 20 in .* is bad: arrays-1/.* were saved; good .* \[10\]"):
+    with pytest.raises(CheckpointError, match=r"step 20 in .* is bad: arrays-1/.* saved.*; good .* are \[10\]"):
         checkpoints.restore(abstract(make_mesh(*MESH)), 20)
     assert sorted(os.listdir(directory)) == [GOOD, BAD]
     checkpoints.close()

@@ -80,6 +80,8 @@ def test_a_misspelt_synonym_in_a_file_names_the_key_the_line_and_the_synonym(fol
     ("OPTIM.LR=1", "optim.lr?"),
     ("optm.lrr=1", "optim.lr?"),
     ("--train.steps=3", "train.steps?"),
+    ("train.step=3", "train.steps?"),
+    ("optim.steps=3", "train.steps?"),
     ("train.global-batch=4", "train.global_batch?"),
     ("model.num_hidden_layers=3", "model.n_layers (also known as num_hidden_layers)?"),
     ("every=3", "checkpoint.every or eval.every or log.every?"),

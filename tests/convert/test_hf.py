@@ -184,6 +184,8 @@ def test_a_used_target_is_left_alone(imported, tmp_path, capsys):
     assert run(["export", str(imported / "olmo2"), str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("exists and is not empty; choose another place") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["keep"]
+    assert run(["export", str(imported / "olmo2"), str(tmp_path / "keep" / "below")]) == 2
+    assert "below: cannot be made (Not a directory); give a place that you may write" in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_nothing(imported, tmp_path, monkeypatch):

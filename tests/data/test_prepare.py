@@ -132,6 +132,8 @@ def test_foreign_folder_is_never_replaced(tmp_path, text_options):
     assert (tmp_path / "home" / "thesis.txt").read_text() == "precious"
     with pytest.raises(DataError, match="is a file"):
         prepare(text_options(tmp_path / "home" / "thesis.txt", force=True))
+    with pytest.raises(DataError, match=r"below: cannot be made \(.*\); give --out a place that you may write"):
+        prepare(text_options(tmp_path / "home" / "thesis.txt" / "below"))
 
 
 def test_failure_leaves_nothing_behind(tmp_path, text_options, prepared):

@@ -196,6 +196,8 @@ def test_sources_of_a_prepared_folder_can_be_weighted(make_config, prepared, wri
     cfg = prepared_config(make_config, prepared, {"mine": [mine], "code": SourceConfig()})
     assert [part.source for part in resolve(cfg).parts] == ["mine", "code"]
     refused(prepared_config(make_config, prepared, {"pros": SourceConfig()}), "sources.pros: .* did you mean 'prose'")
+    refused(prepared_config(make_config, prepared, {"mine": SourceConfig()}),
+            "has only code, prose; name those, or drop it with data.sources.mine=null")
 
 
 def test_prepared_folder_must_agree_with_the_config_and_itself(make_config, prepared, tmp_path):

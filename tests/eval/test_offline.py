@@ -119,6 +119,8 @@ def test_a_config_is_laid_over_the_run_s_own(saved, here):
     (["eval.batch=none"], "command line: eval.batch: none is not an integer"),
     (["mesh.fsdp=3"], "mesh.data 1 x mesh.fsdp 3 x mesh.tensor 1 = 3 devices, but there are 8"),
     (["--config", "absent.yml"], "absent.yml: no such config"),
+    (["--output", "."], ".: cannot be written (Is a directory); give --output another file"),
+    (["--output", f"{__file__}/o/x.json"], "cannot be written (Not a directory)"),
     (["model.d_model=64"], "does not fit this model"),
 ])
 def test_mistakes_are_one_message_and_exit_code_2(saved, here, capsys, words: list[str], message: str):
