@@ -14,7 +14,7 @@ Path = tuple[str, ...]
 ANY = "<name>"  # stands for the name of one source or held-out set
 _LEAST = 0.7  # similarity of names below which a suggestion would mislead
 _PLURAL = 0.98  # similarity of a name and its plural: with the right section, nearer than the same name elsewhere
-_SAME_SECTION = 0.1  # weight of the section's similarity: it only decides between names that are alike
+_SAME_SECTION = 0.2  # weight of the section's similarity: it only decides between names that are alike
 
 
 def nearest(path: Path) -> list[tuple[Path, str | None]]:

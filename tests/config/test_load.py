@@ -81,6 +81,7 @@ def test_a_misspelt_synonym_in_a_file_names_the_key_the_line_and_the_synonym(fol
     ("optm.lrr=1", "optim.lr?"),
     ("--train.steps=3", "train.steps?"),
     ("train.step=3", "train.steps?"),
+    ("train.stepz=3", "train.steps?"),
     ("optim.steps=3", "train.steps?"),
     ("train.global-batch=4", "train.global_batch?"),
     ("model.num_hidden_layers=3", "model.n_layers (also known as num_hidden_layers)?"),
