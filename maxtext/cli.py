@@ -112,12 +112,13 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
     from maxtext.data import DataError
     from maxtext.eval.catalogue import TaskError
     from maxtext.parallel.mesh import MeshError
+    from maxtext.train.lock import RunInUseError
     from maxtext.train.loop import TrainingError, train
     from maxtext.train.resume import ResumeError
 
     try:
         outcome = train(cfg, origins)
-    except (DataError, TaskError, MeshError, CheckpointError, ResumeError) as error:
+    except (DataError, TaskError, MeshError, CheckpointError, ResumeError, RunInUseError) as error:
         return _mistake(error)
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import jax
 from jax.sharding import Mesh
@@ -30,6 +30,7 @@ from maxtext.model.cost import count_params, flops_per_token, peak_flops
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.train.console import Console, host_memory_gib
+from maxtext.train.lock import run_lock
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.resume import check_new_run, check_same_run
 from maxtext.train.state import TrainState, abstract_state, init_state
@@ -67,8 +68,14 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
     Raises:
       DataError, TaskError, MeshError, CheckpointError, ResumeError: for what is wrong with data, tasks, devices or
         saved state.
+      RunInUseError: another process is training in the same run directory.
       TrainingError: when a loss is not finite, or a gradient whose update was not skipped.
     """
+    with run_lock(cfg.run_dir) if jax.process_index() == 0 else nullcontext():
+        return _train(cfg, origins, devices)
+
+
+def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.Device] | None) -> Outcome:
     started, clock = time.monotonic(), Clock()
     console = Console(primary=jax.process_index() == 0)
     config_text = to_yaml(cfg, origins)
