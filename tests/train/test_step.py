@@ -47,8 +47,10 @@ def check_same(got, expected):
         sure = np.abs(mu) > 1e-3 * np.abs(mu).max()
         np.testing.assert_allclose(a[sure], b[sure], atol=2e-5)
     jax.tree.map(compare, state.params, exact_state.params, exact_state.optimizer.mu)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6 * np.abs(b).max() + 1e-12),
-                 state.optimizer.mu, exact_state.optimizer.mu)
+    # Gradients array by array, relative to the array's size: an entry whose terms cancel (a gain's can be 1e-4 of its
+    # neighbours) has no more correct digits than its terms have.
+    for a, b in zip(jax.tree.leaves(state.optimizer.mu), jax.tree.leaves(exact_state.optimizer.mu), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
