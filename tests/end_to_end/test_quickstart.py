@@ -1,0 +1,35 @@
+"""The main job as the README starts it: the text of this interpreter, and configs/quickstart.yml as it stands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from maxtext.data.prepare import run as prepare
+from tests.runs import ROOT, command, environment
+
+FALL = 0.4  # of held-out bits per byte, from the first evaluation to the last
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_held_out_bits_per_byte_fall_by_two_fifths_in_both_domains(tmp_path: Path):
+    assert prepare(["--out", str(tmp_path / "data")]) == 0
+    # One device and a compiler that optimises, as for a person; the other tests have neither.
+    environ = environment(1) | {"XLA_FLAGS": "", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "true"}
+    done = subprocess.run(command("quickstart", f"data.prepared={tmp_path / 'data'}", f"output_dir={tmp_path}"),
+                          cwd=ROOT, env=environ, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "quickstart is complete: update 600 of 600" in done.stdout
+    folder = tmp_path / "quickstart"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(601))
+    for name in ("code", "prose"):
+        curve = [record[f"eval/lm/{name}/BPB"] for record in records if f"eval/lm/{name}/BPB" in record]
+        assert len(curve) == 7
+        assert curve[-1] < (1 - FALL) * curve[0], (name, curve)
+    found = {path.name for path in folder.iterdir()}
+    assert {"config.yml", "metrics.jsonl", "tensorboard", "checkpoints", "report.html", "loss.png"} <= found
