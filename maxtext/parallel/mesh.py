@@ -42,15 +42,6 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
 
 
-def abstract_mesh(cfg: Config, n_devices: int) -> jax.sharding.AbstractMesh:
-    """The same mesh without devices, for shapes and shardings. Raises MeshError as `make_mesh` does."""
-    problems = mesh_problems(cfg, n_devices)
-    if problems:
-        raise MeshError("\n".join(f"{key}: {message}" for key, message in problems))
-    shape = resolve_mesh(cfg.mesh, n_devices)
-    return jax.sharding.AbstractMesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
-
-
 def batch_devices(mesh: Mesh) -> int:
     """How many ways the batch is split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
