@@ -24,7 +24,7 @@ verbs
   checkpoint ls | verify RUN                 what is saved, and whether it is whole
   checkpoint merge OUT RUN[@STEP] ...        the average of the weights of several checkpoints
   convert import | export | verify [...]     weights of transformers and OLMo-core in and out
-  eval RUN [--sets ...] [--tasks ...]        held-out sets and downstream tasks on a checkpoint
+  eval MODEL [--sets ...] [--tasks ...]      held-out sets and tasks on a checkpoint or a transformers folder
   report RUN                                 write report.html and loss.png of a run
 
 `maxtext VERB --help` says more. `python train.py` is `maxtext train`.
@@ -175,9 +175,14 @@ def _convert(argv: list[str]) -> int:
 
 
 def _eval(argv: list[str]) -> int:
+    from maxtext.convert import ConvertError
+    from maxtext.convert.loaded import Loaded
     from maxtext.eval.offline import run
 
-    return run(argv)
+    try:
+        return run(argv, Loaded)
+    except ConvertError as error:
+        return _mistake(error)
 
 
 def _report(argv: list[str]) -> int:

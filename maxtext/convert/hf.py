@@ -137,13 +137,31 @@ def _refuse_missing_parts(folder: Path, files: list[str]) -> None:
 # ---- import
 
 
-def import_folder(path: str, out: str, note: Callable[[str], None]) -> Config:
-    """Writes a transformers folder as a checkpoint of ours: float32 weights alone, as step 0 of `out`/checkpoints.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A transformers folder of which every tensor has its one place in a model of ours.
 
-    Beside it lie config.yml, with which train.init_from, eval and export open it, and the tokenizer's files. Memory is
-    bounded by one array outside the blocks, or one layer's largest array, and one tensor.
+    Attributes:
+      cfg: a run config around the model.
+      wanted: the place of each tensor.
+      extra: what a checkpoint says about where its weights come from.
+    """
 
-    Returns the config. Raises ConvertError; then nothing was written.
+    folder: Folder
+    cfg: Config
+    wanted: Mapping[str, Place]
+    tensors: Mapping[str, Tensor]
+    extra: dict[str, Any]
+
+    def stream(self) -> Iterator[tuple[str, int | None, np.ndarray]]:
+        """The weights in the order of our arrays: name, place on the leading dim of a stacked one, float32 array."""
+        return weight_stream(self.wanted, lambda name: self.tensors[name].read())
+
+
+def open_source(path: str, out: str, note: Callable[[str], None]) -> Source:
+    """Reads and checks everything but the weights themselves. `out` gives the config its names.
+
+    Raises ConvertError when the folder does not hold exactly the tensors of its model.
     """
     folder = open_folder(path)
     family = family_of(folder.config, str(folder.path / "config.json"))
@@ -156,12 +174,24 @@ def import_folder(path: str, out: str, note: Callable[[str], None]) -> Config:
         note(f"ignored {len(ignored)} tensors that are computed, not learned: {ignored[0]} ...")
     ids = {key: _one_id(folder.config.get(f"{key}_token_id")) for key in ("eos", "pad")}
     cfg = converted_config(model, folder.dtype, out, int(folder.config.get("max_position_embeddings") or 0), **ids)
-    write_streamed(out, cfg, wanted, lambda name: tensors[name].read(), {
-        "converted": {"from": "transformers", "family": family.name, "dtype": folder.dtype, "config": folder.config}})
-    copied = copy_tokenizer(folder.path, Path(out, TOKENIZER))
-    note(f"{len(wanted)} tensors of {folder.dtype}, each mapped exactly once; "
+    return Source(folder, cfg, wanted, tensors, {"converted": {
+        "from": "transformers", "family": family.name, "dtype": folder.dtype, "config": folder.config}})
+
+
+def import_folder(path: str, out: str, note: Callable[[str], None]) -> Config:
+    """Writes a transformers folder as a checkpoint of ours: float32 weights alone, as step 0 of `out`/checkpoints.
+
+    Beside it lie config.yml, with which train.init_from, eval and export open it, and the tokenizer's files. Memory is
+    bounded by one array outside the blocks, or one layer's largest array, and one tensor.
+
+    Returns the config. Raises ConvertError; then nothing was written.
+    """
+    source = open_source(path, out, note)
+    write_step(out, source.cfg, 0, weight_leaves(source.cfg.model), source.stream(), source.extra)
+    copied = copy_tokenizer(source.folder.path, Path(out, TOKENIZER))
+    note(f"{len(source.wanted)} tensors of {source.folder.dtype}, each mapped exactly once; "
          f"tokenizer files: {', '.join(copied) or 'none found'}")
-    return cfg
+    return source.cfg
 
 
 def _without_tied_head(folder: Folder, model: ModelConfig) -> dict[str, Tensor]:
@@ -216,14 +246,11 @@ def refuse_used(out: str) -> None:
         raise ConvertError(f"{out} exists and is not empty; choose another place, or remove it")
 
 
-def write_streamed(out: str, cfg: Config, wanted: Mapping[str, Place], read: Callable[[str], np.ndarray],
-                   extra: dict[str, Any]) -> None:
-    """Writes weights alone as step 0, piece by piece."""
-    def stream() -> Iterator[tuple[str, int | None, np.ndarray]]:
-        for piece, parts in pieces(wanted.values()).items():
-            yield PARAMS + piece.leaf, piece.repeat, assemble(piece, parts, read)
-
-    write_step(out, cfg, 0, weight_leaves(cfg.model), stream(), extra)
+def weight_stream(wanted: Mapping[str, Place], read: Callable[[str], np.ndarray]
+                  ) -> Iterator[tuple[str, int | None, np.ndarray]]:
+    """Our arrays out of the tensors that fill them, one piece at a time."""
+    for piece, parts in pieces(wanted.values()).items():
+        yield PARAMS + piece.leaf, piece.repeat, assemble(piece, parts, read)
 
 
 def weight_leaves(model: ModelConfig, prefix: str = PARAMS) -> dict[str, StreamedLeaf]:

@@ -1,8 +1,12 @@
-"""`maxtext eval RUN`: held-out sets and downstream tasks on a checkpoint. The run itself is only read."""
+"""`maxtext eval MODEL`: held-out sets and downstream tasks on a checkpoint, or on a transformers folder.
+
+What is evaluated is only read.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import json
@@ -11,24 +15,28 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from maxtext.checkpoint.manager import CheckpointError, Checkpoints
-from maxtext.config.load import ConfigError, find_config, load
-from maxtext.config.schema import CheckpointConfig, Config, MeshConfig
+from maxtext.checkpoint.manifest import scan
+from maxtext.config.load import ConfigError, find_config, load, to_yaml
+from maxtext.config.schema import CheckpointConfig, Config, MeshConfig, ModelConfig
 from maxtext.config.validate import mesh_problems
 from maxtext.data import DataError
 from maxtext.data.tokens import ResolvedData, resolve
 from maxtext.eval.catalogue import TaskError
 from maxtext.eval.evaluations import Evaluations
-from maxtext.model.decoder import abstract_decoder
+from maxtext.model.decoder import Decoder, abstract_decoder
 from maxtext.parallel.mesh import MeshError, make_mesh
 from maxtext.parallel.runtime import prepare_runtime
 
 STEP_PREFIX = "step_"
+WHAT_TO_GIVE = "give a run, <output_dir>/<run_name>, one of its checkpoints, an imported model or a transformers folder"
 CONVERTED_TOKENIZER = "tokenizer/tokenizer.json"  # beside the checkpoints of an imported model
 
 
@@ -36,23 +44,66 @@ class EvaluationError(ValueError):
     """What was asked for cannot be evaluated; the message says why and what to do."""
 
 
-def run(argv: Sequence[str]) -> int:
-    """The verb. Returns the exit status: 0 done, 2 a mistake in what was asked for."""
+class Weights(Protocol):
+    """A model in another format, opened.
+
+    Attributes:
+      cfg: a run config around it.
+      tokenizer: its tokenizer.json, None when it has none.
+    """
+
+    cfg: Config
+    tokenizer: Path | None
+
+    def params(self, model: ModelConfig, mesh: Mesh) -> Decoder:
+        """Its weights on a mesh."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    Attributes:
+      where: its folder.
+      step: of the run; None for a model in another format.
+      config_text: the config that it was saved with.
+      tokenizer: a tokenizer.json that came with it, None when none did.
+      params: its weights on a mesh.
+    """
+
+    where: str
+    step: int | None
+    config_text: str
+    tokenizer: Path | None
+    params: Callable[[ModelConfig, Mesh], Decoder]
+
+
+def run(argv: Sequence[str], open_transformers: Callable[[str], Weights]) -> int:
+    """The verb. Returns the exit status: 0 done, 2 a mistake in what was asked for.
+
+    Args:
+      open_transformers: opens a transformers folder. It comes from the caller, as conversion is no part of evaluation;
+        its errors pass through.
+    """
     parser = argparse.ArgumentParser(prog="maxtext eval", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run, an imported model, a folder of checkpoints, or one step's")
+    parser.add_argument("run", metavar="MODEL", help="a run, an imported model, a folder of checkpoints, one step's, "
+                        "or a transformers folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the run's own config, such as "
                         "eval.rows=truncated eval.batch=64 mesh.fsdp=8")
     parser.add_argument("--step", type=int, help="this step; the newest good one by default")
     parser.add_argument("--config", metavar="CONFIG", help="settings over the run's own, such as eval/olmo3_downstream")
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="only these held-out sets (with --tasks alone: none)")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these tasks (with --sets alone: none)")
-    parser.add_argument("--output", metavar="FILE.json", help="where the numbers go (eval_<run>_<step>.json)")
+    parser.add_argument("--output", metavar="FILE.json", help="where the numbers go (eval_<run>_<step>.json, or "
+                        "eval_<folder>.json)")
     options = parser.parse_intermixed_args(argv)
     # `--tasks a b eval.batch=4`: an option that takes several words takes the overrides too.
     options.overrides += _take_overrides(options.sets) + _take_overrides(options.tasks)
     prepare_runtime()
     try:
-        _evaluate(options)
+        with _opened(options, open_transformers) as subject:
+            _evaluate(options, subject)
     except ConfigError as error:
         print(*error.problems, sep="\n", file=sys.stderr)
         return 2
@@ -70,36 +121,55 @@ def _take_overrides(words: list[str] | None) -> list[str]:
     return taken
 
 
-def _evaluate(options: argparse.Namespace) -> None:
-    folder, step = find_checkpoints(options.run, options.step)
+@contextlib.contextmanager
+def _opened(options: argparse.Namespace, open_transformers: Callable[[str], Weights]) -> Iterator[Subject]:
+    if is_transformers(options.run):
+        if options.step is not None:
+            raise EvaluationError(f"{options.run} is a transformers folder, which has no steps; leave --step away")
+        weights = open_transformers(options.run)
+        yield Subject(os.path.abspath(options.run), None, to_yaml(weights.cfg), weights.tokenizer, weights.params)
+        return
+    folder, asked = find_checkpoints(options.run, options.step)
     checkpoints = Checkpoints(str(folder), CheckpointConfig(), writer=False)
     try:
-        step = checkpoints.latest() if step is None else step
+        step = checkpoints.latest() if asked is None else asked
         if step is None:
-            raise EvaluationError(f"{options.run}: no good checkpoint in {folder}")
-        cfg = _config(checkpoints.config_text(step), options)
-        cfg = _on_these_devices(cfg, any(word.startswith("mesh.") for word in options.overrides))
-        mesh = make_mesh(cfg)
-        with jax.set_mesh(mesh):
-            evaluate = Evaluations(cfg, _held_out(cfg, options, folder), mesh)
-            if not evaluate:
-                raise EvaluationError("nothing to evaluate: this run has no held-out sets; give --tasks, or a set as "
-                                      "eval.sets.NAME.paths=[FILES]")
-            restored = checkpoints.restore({"params": abstract_decoder(cfg.model, mesh)}, step, partial=True)
+            raise EvaluationError(f"{options.run}: no good checkpoint in {folder}; {WHAT_TO_GIVE}")
+
+        def params(model: ModelConfig, mesh: Mesh) -> Decoder:
+            restored = checkpoints.restore({"params": abstract_decoder(model, mesh)}, step, partial=True)
             assert restored is not None
-            output = Path(options.output or f"eval_{cfg.run_name}_{step}.json")
-            if jax.process_index() == 0:
-                _check_writable(output)
-            began = time.perf_counter()
-            metrics = evaluate(restored.state["params"])
+            return restored.state["params"]
+
+        tokenizer = (folder.parent if folder.name == "checkpoints" else folder) / CONVERTED_TOKENIZER
+        yield Subject(str(folder), step, checkpoints.config_text(step), tokenizer if tokenizer.is_file() else None,
+                      params)
     finally:
         checkpoints.close()
+
+
+def _evaluate(options: argparse.Namespace, subject: Subject) -> None:
+    cfg = _config(subject.config_text, options)
+    cfg = _on_these_devices(cfg, any(word.startswith("mesh.") for word in options.overrides))
+    mesh = make_mesh(cfg)
+    with jax.set_mesh(mesh):
+        evaluate = Evaluations(cfg, _held_out(cfg, options, subject.tokenizer), mesh)
+        if not evaluate:
+            raise EvaluationError("nothing to evaluate: this model has no held-out sets; give --tasks, or a set as "
+                                  "eval.sets.NAME.paths=[FILES]")
+        params = subject.params(cfg.model, mesh)
+        called = cfg.run_name if subject.step is None else f"{cfg.run_name}_{subject.step}"
+        output = Path(options.output or f"eval_{called}.json")
+        if jax.process_index() == 0:
+            _check_writable(output)
+        began = time.perf_counter()
+        metrics = evaluate(params)
     if jax.process_index() == 0:
-        result = {"checkpoint": str(folder), "step": step, "run_name": cfg.run_name, "rows": cfg.eval.rows,
+        result = {"checkpoint": subject.where, "step": subject.step, "run_name": cfg.run_name, "rows": cfg.eval.rows,
                   "batch": cfg.eval.batch, "compute_dtype": cfg.train.compute_dtype,
                   "seconds": round(time.perf_counter() - began, 3), "metrics": _plain(metrics)}
         output.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{folder} update {step}")
+        print(subject.where if subject.step is None else f"{subject.where} update {subject.step}")
         print(table(metrics))
         print(f"written to {output}")
 
@@ -115,6 +185,11 @@ def _check_writable(output: Path) -> None:
         raise EvaluationError(f"{output}: cannot be written ({error.strerror}); give --output another file") from error
 
 
+def is_transformers(path: str) -> bool:
+    """Whether a folder has the config.json of transformers, and no checkpoints of ours."""
+    return os.path.isfile(os.path.join(path, "config.json")) and not os.path.isdir(os.path.join(path, "checkpoints"))
+
+
 def find_checkpoints(path: str, step: int | None) -> tuple[Path, int | None]:
     """The folder of checkpoints and the step that `path` names. Raises EvaluationError when it names none."""
     root = Path(os.path.abspath(path))
@@ -123,10 +198,9 @@ def find_checkpoints(path: str, step: int | None) -> tuple[Path, int | None]:
     if (root / "checkpoints").is_dir():
         return root / "checkpoints", step
     if not root.is_dir():
-        raise EvaluationError(f"{path} is no folder; give a run, <output_dir>/<run_name>, or one of its checkpoints")
-    if (root / "config.json").is_file():
-        raise EvaluationError(f"{path} is a transformers folder; `maxtext convert import {path} OUT` makes of it a "
-                              "checkpoint that can be evaluated")
+        raise EvaluationError(f"{path} is no folder; {WHAT_TO_GIVE}")
+    if all(entry.status == "foreign" for entry in scan(str(root))):
+        raise EvaluationError(f"{path} holds no checkpoint; {WHAT_TO_GIVE}")
     return root, step
 
 
@@ -154,14 +228,13 @@ def _on_these_devices(cfg: Config, asked: bool) -> Config:
     return dataclasses.replace(cfg, mesh=MeshConfig(data=1, fsdp=devices, tensor=1))
 
 
-def _held_out(cfg: Config, options: argparse.Namespace, folder: Path) -> ResolvedData | None:
+def _held_out(cfg: Config, options: argparse.Namespace, own: Path | None) -> ResolvedData | None:
     """The chosen held-out sets; None when only tasks were asked for and their tokenizer needs no data."""
     tokenizer = cfg.eval.tokenizer
-    own = folder.parent / CONVERTED_TOKENIZER if folder.name == "checkpoints" else folder / CONVERTED_TOKENIZER
     if options.sets is None and options.tasks is not None and tokenizer is not None:
         return None
     data = resolve(cfg, training=False)
-    if data.tokenizer is None and own.is_file():
+    if data.tokenizer is None and own is not None:
         data = dataclasses.replace(data, tokenizer=str(own))
     wanted = data.eval_sets if options.sets is None and options.tasks is None else options.sets or ()
     if unknown := [name for name in wanted if name not in data.eval_sets]:

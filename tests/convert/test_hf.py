@@ -16,6 +16,7 @@ from maxtext.config.load import to_yaml
 from maxtext.config.schema import DataConfig, InitFromConfig, SourceConfig
 from maxtext.convert import ConvertError, hf, safetensors
 from maxtext.convert.commands import run
+from maxtext.convert.loaded import Loaded
 from maxtext.convert.saved import open_saved
 from maxtext.train.state import init_state
 from maxtext.train.warm_start import warm_start
@@ -52,6 +53,18 @@ def test_logits_and_every_hidden_state_are_those_of_transformers(imported, tmp_p
     assert len(report["layers"]) == 1 + json.loads((HF / name / "config.json").read_text())["num_hidden_layers"]
     assert max(layer["max"] for layer in report["layers"]) < 3e-5
     assert report["different_weights"] == []
+
+
+@pytest.mark.parametrize("name", ["olmo3_gqa", "llama_tied"])
+def test_weights_read_onto_a_mesh_are_those_of_an_import(imported, name):
+    folder, saved = Loaded(str(HF / name)), open_saved(str(imported / name))
+    mesh = mesh_of((1, 4, 2))
+    found, expected = folder.params(folder.cfg.model, mesh), saved.params(mesh)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert ours.sharding == theirs.sharding
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+    assert dataclasses.replace(folder.cfg, output_dir=saved.cfg.output_dir) == saved.cfg
 
 
 @pytest.mark.parametrize("name", FAMILIES)

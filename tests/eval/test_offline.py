@@ -1,4 +1,4 @@
-"""`maxtext eval`: the numbers of the loop on a saved checkpoint, which it only reads."""
+"""`maxtext eval`: the numbers of the loop on a saved checkpoint or a transformers folder, which it only reads."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.manager import Checkpoints
+from maxtext.cli import main
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import CheckpointConfig, EvalConfig, EvalSetConfig, MeshConfig, SourceConfig
 from maxtext.data.tokens import resolve
 from maxtext.eval.evaluations import Evaluations
-from maxtext.eval.offline import run
+from tests.convert.folders import edited
 from tests.eval.models import random_decoder
 from tests.eval.test_downstream import FILES, ORACLE
 from tests.oracles.downstream import make
 from tests.tiny import mesh_of, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(words: list[str]) -> int:
+    return main(["eval", *words])
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +134,65 @@ def test_mistakes_are_one_message_and_exit_code_2(saved, here, capsys, words: li
     assert list(here.glob("*.json")) == []
 
 
-def test_folders_that_hold_no_checkpoint(here, capsys):
-    assert run(["absent"]) == 2
-    assert "absent is no folder; give a run" in capsys.readouterr().err
+def test_folders_that_hold_no_checkpoint(here, capsys, caplog):
     (here / "empty").mkdir()
-    assert run(["empty"]) == 2
-    assert "no good checkpoint in" in capsys.readouterr().err
-    (here / "hf").mkdir()
-    (here / "hf/config.json").write_text("{}")
-    assert run(["hf"]) == 2
-    assert "`maxtext convert import hf OUT`" in capsys.readouterr().err
+    (here / "other").mkdir()
+    for number in range(9):
+        (here / "other" / f"{number}.txt").touch()
+    for path, fault in (("absent", "absent is no folder"), ("empty", "empty holds no checkpoint"),
+                        ("other", "other holds no checkpoint")):
+        assert run([path]) == 2
+        assert capsys.readouterr().err == f"{fault}; give a run, <output_dir>/<run_name>, one of its checkpoints, an " \
+                                          "imported model or a transformers folder\n"
+    assert caplog.text == ""  # and no line for each name in it
+
+
+@pytest.fixture(scope="module")
+def transformers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed folder with as many rows in its vocabulary as the tasks' tokenizer has, which lies in it."""
+    def widen(tensors):
+        tensors["model.embed_tokens.weight"] = np.random.default_rng(0).normal(
+            0, 0.02, (make.VOCAB, tensors["model.embed_tokens.weight"].shape[1])).astype(np.float32)
+
+    folder = edited("llama_tied", tmp_path_factory.mktemp("hf") / "Some-1B", widen, vocab_size=make.VOCAB)
+    (folder / "pytorch_model.bin").unlink(missing_ok=True)
+    shutil.copy(ORACLE / "tokenizer.json", folder)
+    return folder
+
+
+def test_a_transformers_folder_gives_the_numbers_of_its_import(saved, transformers_folder: Path, here, capsys):
+    assert main(["convert", "import", str(transformers_folder), "imported"]) == 0
+    words = ["--tasks", "gsm8k_gold_bpb_5shot", "copycolors_10way_fast", "--sets", "a", f"eval.tasks_path={FILES}",
+             f"eval.sets.a.paths=[{saved[0].parent / 'a.bin'}]", "data.sequence_length=64"]
+    assert run(["imported", *words]) == 0
+    before = snapshot(transformers_folder)
+    assert run([str(transformers_folder), *words]) == 0
+    assert snapshot(transformers_folder) == before
+    result = json.loads((here / "eval_Some-1B.json").read_text())
+    imported = json.loads((here / "eval_imported_0.json").read_text())
+    assert (result["checkpoint"], result["step"], result["run_name"]) == (str(transformers_folder), None, "Some-1B")
+    assert result["metrics"] == imported["metrics"]
+    assert {name.split("/")[2].split(" ")[0] for name in result["metrics"]} == {"a", "gsm8k_gold_bpb_5shot",
+                                                                                "copycolors_10way_fast"}
+    assert f"{transformers_folder}\nheld-out set" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--step", "3"], "is a transformers folder, which has no steps; leave --step away"),
+    (["model.d_ff=64", "eval.sets.a.paths=[a.bin]"], "does not fit this model, as params."),
+    ([], "nothing to evaluate: this model has no held-out sets"),
+])
+def test_mistakes_with_a_transformers_folder(transformers_folder: Path, here, capsys, words: list[str], message: str):
+    np.zeros(9, "<u2").tofile(here / "a.bin")
+    assert run([str(transformers_folder), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert list(here.glob("*.json")) == []
+
+
+def test_a_transformers_folder_that_misses_a_tensor_is_not_evaluated(here, capsys):
+    folder = edited("llama_tied", here / "hf", lambda tensors: tensors.pop("model.norm.weight"))
+    assert run([str(folder), "--tasks", "gsm8k_gold_bpb_5shot"]) == 2
+    assert "missing: model.norm.weight" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_evaluated(saved, here, capsys, tmp_path: Path):
