@@ -7,6 +7,7 @@ Exit codes: 0 done, or stopped cleanly; 2 a mistake in what was asked for (confi
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -83,22 +84,21 @@ def train(argv: Sequence[str] | None = None) -> int:
 
 
 def _dry_run(cfg: Config, n_devices: int | None) -> int:
-    from maxtext.config.validate import mesh_problems, resolve_mesh
+    from maxtext.config.validate import AXES, mesh_problems, resolve_mesh
     from maxtext.train.console import Console
     from maxtext.train.summary import device_rows, model_rows, run_rows
 
-    sizes = (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tensor)
+    sizes = [getattr(cfg.mesh, axis) for axis in AXES]
     if n_devices is None and -1 in sizes:
         import jax
 
         n_devices, kind = jax.device_count(), jax.devices()[0].device_kind
     else:
-        product = sizes[0] * sizes[1] * sizes[2]
-        n_devices, kind = (product if n_devices is None else n_devices), "planned"
+        n_devices, kind = (math.prod(sizes) if n_devices is None else n_devices), "planned"
     problems = mesh_problems(cfg, n_devices)
     if problems:
         return _mistake("\n".join(f"{key}: {message}" for key, message in problems))
-    shape = dict(zip(("data", "fsdp", "tensor"), resolve_mesh(cfg.mesh, n_devices), strict=True))
+    shape = resolve_mesh(cfg.mesh, n_devices)
     rows = model_rows(cfg) + run_rows(cfg) + device_rows(cfg, shape, kind)
     Console().table(f"Dry run of {cfg.run_name}: nothing is allocated, read or written", rows)
     return 0

@@ -36,9 +36,12 @@ def tiny_config(model: ModelConfig | None = None, **train: Any) -> Config:
     )
 
 
-def mesh_of(shape: tuple[int, int, int]) -> Mesh:
-    devices = np.asarray(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
+def mesh_of(shape: tuple[int, int, int], expert: int = 1) -> Mesh:
+    """A mesh of these sizes of data, fsdp and tensor, and of expert."""
+    data, fsdp, tensor = shape
+    sizes = (data, fsdp, expert, tensor)
+    devices = np.asarray(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def random_batch(cfg: Config, seed: int = 0, counts: list[int] | None = None) -> Batch:

@@ -7,104 +7,21 @@ answer at once. Values are read and typed in `load.py`; rules that relate severa
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-NormPlacement = Literal["post", "pre"]
-QkNorm = Literal["projection", "none"]
-RopeScalingKind = Literal["none", "yarn"]
+from maxtext.config.architecture import ModelConfig
+from maxtext.config.field import field
+
 Packing = Literal["chunk", "best_fit"]
 PackingTies = Literal["numpy", "stable"]
 DocumentBoundaries = Literal["eos", "csv"]
 EvalRows = Literal["whole", "truncated"]
-LayerKind = Literal["window", "full"]
 Dtype = Literal["float32", "bfloat16"]
 RematMode = Literal["none", "full", "names"]
 RematName = Literal["qkv", "attention", "attention_out", "gate_up", "mlp_out"]
 OptimizerKind = Literal["skip_step_adamw", "adamw"]
 ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
-
-
-def field(doc: str, default: Any = dataclasses.MISSING, also: tuple[str, ...] = (), minimum: float | None = None,
-          above: float | None = None, maximum: float | None = None) -> Any:
-    """A schema field.
-
-    Args:
-      doc: one sentence that says what the field means, with its unit.
-      default: its value when the YAML does not give one; without it the key is required. A default that is a dataclass
-        type is built from that type's own defaults.
-      also: names that other tools use for it, so that an error can point from them to this key.
-      minimum, above, maximum: the range of numbers allowed (`above` is exclusive). They apply to each item of a list.
-    """
-    metadata = {"doc": doc, "also": also, "minimum": minimum, "above": above, "maximum": maximum}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    if isinstance(default, type) and dataclasses.is_dataclass(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScalingConfig:
-    """Stretching of rotary frequencies to longer contexts. It applies to full-attention layers only."""
-
-    kind: RopeScalingKind = field("none, or yarn (Peng et al. 2023).", "none", also=("rope_type",))
-    factor: float = field("New context length over the old.", 8.0, minimum=1)
-    original_length: int = field("Context length of the model before, in tokens.", 8192,
-                                 also=("old_context_len", "original_max_position_embeddings"), minimum=1)
-    beta_fast: float = field("Rotations over the old context above which a frequency is left alone.", 32.0, above=0)
-    beta_slow: float = field("Rotations over the old context below which a frequency is divided by factor.", 1.0,
-                             above=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The architecture. A decoder is described by these choices alone; code never looks at a model's name."""
-
-    vocab_size: int = field("Rows of the embedding and of the LM head; at least the tokenizer's vocabulary.", minimum=1)
-    d_model: int = field("Width of the residual stream.", also=("hidden_size", "embed_dim", "emb_dim"), minimum=1)
-    n_layers: int = field("Number of blocks.", also=("num_hidden_layers", "num_decoder_layers", "num_layers"),
-                          minimum=1)
-    n_heads: int = field("Number of query heads.", also=("num_attention_heads", "num_query_heads"), minimum=1)
-    d_ff: int = field("Hidden width of the SwiGLU feed-forward.", also=("intermediate_size", "mlp_dim", "hidden_dim"),
-                      minimum=1)
-    n_kv_heads: int | None = field("Number of key/value heads; null means n_heads (no grouping).", None,
-                                   also=("num_key_value_heads", "num_kv_heads"), minimum=1)
-    head_dim: int | None = field("Width of one head; null means d_model / n_heads.", None, minimum=2)
-    layer_pattern: tuple[LayerKind, ...] = field(
-        "Kinds of attention, repeated from layer 0: window (sliding) or full.", ("full",), also=("layer_types",))
-    last_layer_full: bool = field("Whether the last layer is full whatever the pattern says.", True)
-    window: int | None = field("Tokens that a window layer sees, itself included.", None, also=("sliding_window",),
-                               minimum=1)
-    norm_placement: NormPlacement = field(
-        "Where the block norms stand: post = on the output of each branch, inside the residual (OLMo 2 and 3); pre = "
-        "on its input (Llama).", "post")
-    qk_norm: QkNorm = field("QK-norm: projection = one RMS statistic over all heads, before the head split; or none.",
-                            "projection")
-    tie_embeddings: bool = field("Whether the LM head is the embedding table.", False, also=("tie_word_embeddings",))
-    norm_eps: float = field("Epsilon of every RMSNorm.", 1e-6, also=("rms_norm_eps",), above=0)
-    rope_theta: float = field("Base of the rotary position embedding.", 500000.0, above=0)
-    rope_scaling: RopeScalingConfig = field("Stretching to long contexts.", RopeScalingConfig)
-    init_std: float = field("Standard deviation of the normal that is cut at 3 of them to draw initial weights.", 0.02,
-                            above=0)
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-
-    @property
-    def head_width(self) -> int:
-        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Per layer: the window in tokens, or None for full attention."""
-        kinds = [self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.n_layers)]
-        if self.last_layer_full:
-            kinds[-1] = "full"
-        return tuple(self.window if kind == "window" else None for kind in kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +190,8 @@ class MeshConfig:
     data: int = field("Replicas: each holds all weights and its share of the batch.", 1, also=("dp", "replicate"),
                       minimum=-1)
     fsdp: int = field("Devices that share weights, optimizer state and batch.", -1, also=("zero", "shard"), minimum=-1)
+    expert: int = field("Devices that share the experts of a routed layer; for all else they are like fsdp.", 1,
+                        also=("ep", "expert_parallel"), minimum=-1)
     tensor: int = field("Devices that share heads, feed-forward width and vocabulary.", 1, also=("tp", "model"),
                         minimum=-1)
 
@@ -321,6 +240,20 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Samples that are printed while training."""
+
+    prompts: tuple[str, ...] = field("Texts to go on from; none: nothing is sampled.", ())
+    every: int | None = field("Updates between samples; null: with each evaluation.", None, minimum=1)
+    tokens: int = field("Tokens added to each prompt.", 32, also=("max_new_tokens", "max_tokens"), minimum=1)
+    temperature: float = field("0 takes the likeliest token; 1 samples as the model says.", 0.0, minimum=0)
+    top_k: int | None = field("Sample among this many likeliest tokens; null: all.", None, minimum=1)
+    top_p: float = field("Sample among the likeliest tokens that together have this probability.", 1.0, above=0,
+                         maximum=1)
+    seed: int = field("Seed of the samples.", 0, minimum=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class LogConfig:
     """What is written while training."""
 
@@ -346,6 +279,7 @@ class Config:
     mesh: MeshConfig = field("Devices.", MeshConfig)
     checkpoint: CheckpointConfig = field("Checkpoints.", CheckpointConfig)
     eval: EvalConfig = field("Held-out evaluation.", EvalConfig)
+    generate: GenerateConfig = field("Samples while training.", GenerateConfig)
     log: LogConfig = field("Logs.", LogConfig)
 
     @property

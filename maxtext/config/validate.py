@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from maxtext.config.data_rules import DATA_RULES
+from maxtext.config.model_rules import MODEL_RULES
 from maxtext.config.schema import Config, MeshConfig, SkipConfig
 from maxtext.config.wording import Problem, default_of, division, either, multiples
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")  # the axes that split the batch
+WEIGHT_AXES = ("fsdp", "expert")  # the axes that split the width of weights
 RESERVED_SETS = ("macro", "micro")  # names of the averages over held-out sets in the metrics
 
 
@@ -68,10 +71,10 @@ def problems(cfg: Config) -> list[Problem]:
     return found
 
 
-def resolve_mesh(mesh: MeshConfig, n_devices: int) -> tuple[int, int, int]:
-    """Sizes of (data, fsdp, tensor) on `n_devices`, with -1 resolved. Raises ConfigError when they do not fit."""
+def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
+    """Size of each axis on `n_devices`, with -1 resolved, in the order of AXES; ConfigError when they do not fit."""
     shape = _resolve(mesh, n_devices)
-    if isinstance(shape, tuple):
+    if isinstance(shape, dict):
         return shape
     raise ConfigError(f"{key}: {message}" for key, message in shape)
 
@@ -87,35 +90,50 @@ def mesh_problems(cfg: Config, n_devices: int) -> list[Problem]:
       (dotted key, message) of every misfit, with the arithmetic.
     """
     shape = _resolve(cfg.mesh, n_devices)
-    if not isinstance(shape, tuple):
+    if not isinstance(shape, dict):
         return shape
-    data, fsdp, tensor = shape
-    model = cfg.model
-    shared = [("model.n_heads", model.n_heads), ("model.d_ff", model.d_ff), ("model.vocab_size", model.vocab_size)]
-    if model.n_kv_heads is not None:
-        shared.insert(1, ("model.n_kv_heads", model.n_kv_heads))
-    found = [*_misfits(shared, "tensor", cfg.mesh.tensor, tensor, n_devices),
-             *_misfits([("model.d_model", model.d_model)], "fsdp", cfg.mesh.fsdp, fsdp, n_devices)]
-    train, ways = cfg.train, data * fsdp
+    model, moe, mesh = cfg.model, cfg.model.moe, cfg.mesh
+    width = math.prod(shape[axis] for axis in WEIGHT_AXES)
+    found = [*_misfits(_over_tensor(cfg), "tensor", mesh.tensor, shape["tensor"], n_devices),
+             *_misfits([("model.d_model", model.d_model)], "fsdp", mesh.fsdp, shape["fsdp"], n_devices)]
+    if moe.experts:
+        found += _misfits([("model.moe.experts", moe.experts)], "expert", mesh.expert, shape["expert"], n_devices)
+    if not model.d_model % shape["fsdp"] and model.d_model % width:
+        found.append(("mesh.expert", (f"model.d_model {model.d_model} is not divisible by mesh.fsdp {shape['fsdp']} x "
+                                      f"mesh.expert {shape['expert']} = {width} {division(model.d_model, width)}; "
+                                      "change those sizes")))
+    train, ways = cfg.train, math.prod(shape[axis] for axis in BATCH_AXES)
     micro, rest = divmod(train.global_batch, train.gradient_accumulation_steps)
     if not rest and micro % ways:  # an accumulation that does not divide the batch is a rule of `problems`
         unit = train.gradient_accumulation_steps * ways
+        axes = [axis for axis in BATCH_AXES if axis != "expert" or shape[axis] > 1]
         found.append(("train.global_batch", (
             f"train.global_batch {train.global_batch} / train.gradient_accumulation_steps "
-            f"{train.gradient_accumulation_steps} = {micro} sequences a micro-batch, which mesh.data {data} x mesh.fsdp"
-            f" {fsdp} = {ways} does not divide {division(micro, ways)}; set train.global_batch to "
-            f"{multiples(train.global_batch, unit)}, or other mesh sizes")))
+            f"{train.gradient_accumulation_steps} = {micro} sequences a micro-batch, which "
+            f"{' x '.join(f'mesh.{axis} {shape[axis]}' for axis in axes)} = {ways} does not divide "
+            f"{division(micro, ways)}; set train.global_batch to {multiples(train.global_batch, unit)}, or other mesh "
+            "sizes")))
     return found
 
 
-def _resolve(mesh: MeshConfig, n_devices: int) -> tuple[int, int, int] | list[Problem]:
+def _over_tensor(cfg: Config) -> list[tuple[str, int]]:
+    """The sizes that the tensor axis splits."""
+    model = cfg.model
+    sizes = [("model.n_heads", model.n_heads), ("model.n_kv_heads", model.n_kv_heads), ("model.d_ff", model.d_ff),
+             ("model.moe.d_expert", model.moe.d_expert if model.moe.experts else None),
+             ("model.vocab_size", model.vocab_size)]
+    return [(key, size) for key, size in sizes if size is not None]
+
+
+def _resolve(mesh: MeshConfig, n_devices: int) -> dict[str, int] | list[Problem]:
     wrong = list(_mesh(mesh))
     if wrong:
         return wrong
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     free = next((axis for axis in AXES if sizes[axis] == -1), None)
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    names = " x ".join(f"mesh.{axis} {size}" for axis, size in sizes.items() if size != -1)
+    shown = {axis: size for axis, size in sizes.items() if size != -1 and (axis != "expert" or size > 1)}
+    names = " x ".join(f"mesh.{axis} {size}" for axis, size in shown.items())
     if free is None and fixed != n_devices:
         return [("mesh", f"{names} = {fixed} devices, but there are {n_devices}; set one axis to -1 to use them all")]
     if free is not None:
@@ -123,7 +141,7 @@ def _resolve(mesh: MeshConfig, n_devices: int) -> tuple[int, int, int] | list[Pr
             return [(f"mesh.{free}", f"mesh.{free} -1 takes the devices that are left, but {n_devices} devices are not "
                      f"divisible by {names} = {fixed} {division(n_devices, fixed)}; change those sizes")]
         sizes[free] = n_devices // fixed
-    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+    return sizes
 
 
 def _misfits(shared: list[tuple[str, int]], axis: str, asked: int, size: int, n_devices: int) -> Iterator[Problem]:
@@ -145,45 +163,6 @@ def _mesh(mesh: MeshConfig) -> Iterator[Problem]:
         size = getattr(mesh, axis)
         if size == 0 or size < -1:
             yield f"mesh.{axis}", f"{size} is not a size; write 1 or more, or -1 for the devices that are left"
-
-
-def _heads(cfg: Config) -> Iterator[Problem]:
-    model = cfg.model
-    if model.head_dim is None and model.d_model % model.n_heads:
-        yield "model.d_model", (f"model.d_model {model.d_model} is not divisible by model.n_heads {model.n_heads} "
-                                f"{division(model.d_model, model.n_heads)}; set model.d_model to "
-                                f"{multiples(model.d_model, model.n_heads)}, or give model.head_dim")
-    elif model.head_width % 2:
-        origin = ("" if model.head_dim is not None else
-                  f" (model.d_model {model.d_model} / model.n_heads {model.n_heads})")
-        yield "model.head_dim", (f"model.head_dim {model.head_width}{origin} is odd; rotary position embedding turns "
-                                 "pairs of dimensions, so it must be even")
-
-
-def _kv_heads(cfg: Config) -> Iterator[Problem]:
-    model = cfg.model
-    if model.n_kv_heads is not None and model.n_heads % model.n_kv_heads:
-        yield "model.n_kv_heads", (
-            f"model.n_heads {model.n_heads} is not divisible by model.n_kv_heads {model.n_kv_heads} "
-            f"{division(model.n_heads, model.n_kv_heads)}; each key/value head serves the same number of query heads")
-
-
-def _window(cfg: Config) -> Iterator[Problem]:
-    model = cfg.model
-    if not model.layer_pattern:
-        yield "model.layer_pattern", "an empty list; write at least one of window, full"
-        return
-    kinds = [model.layer_pattern[i % len(model.layer_pattern)] for i in range(model.n_layers)]
-    if model.last_layer_full:
-        kinds[-1] = "full"
-    if "window" in kinds and model.window is None:
-        yield "model.window", ("model.layer_pattern has window layers, but model.window is null; set model.window to "
-                               "the number of tokens they see")
-    if "window" not in kinds and model.window is not None:
-        cause = (" (model.last_layer_full makes the only one full)" if "window" in model.layer_pattern[:model.n_layers]
-                 else "")
-        yield "model.window", (f"model.window {model.window} is set, but none of the {model.n_layers} layers of "
-                               f"model.layer_pattern is a window layer{cause}; add one or remove model.window")
 
 
 def _batch(cfg: Config) -> Iterator[Problem]:
@@ -266,6 +245,9 @@ def _held_out(cfg: Config) -> Iterator[Problem]:
     if cfg.eval.tasks and cfg.eval.tokenizer is None and cfg.data.prepared is None:
         yield "eval.tokenizer", ("eval.tasks are text, which needs a tokenizer; set eval.tokenizer to the file that "
                                  "the token files were made with, or give data.prepared")
+    if cfg.generate.prompts and cfg.eval.tokenizer is None and cfg.data.prepared is None:
+        yield "generate.prompts", ("generate.prompts are text, which needs a tokenizer; set eval.tokenizer to the file "
+                                   "that the token files were made with, or give data.prepared")
     twice = sorted({name for name in cfg.eval.tasks if cfg.eval.tasks.count(name) > 1})
     if twice:
         yield "eval.tasks", f"{', '.join(twice)} is listed twice; list each task once"
@@ -294,5 +276,5 @@ def _empty_texts(cfg: Config) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
-    _heads, _kv_heads, _window, _batch, _remat, _schedule_kind, _schedule_length, _optimizer, *DATA_RULES,
+    *MODEL_RULES, _batch, _remat, _schedule_kind, _schedule_length, _optimizer, *DATA_RULES,
     lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts)

@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from maxtext.config.schema import LayerKind, ModelConfig
+from maxtext.config.architecture import LayerKind, ModelConfig
 from maxtext.convert import ConvertError, rope
 from maxtext.convert.mapping import Rule
 

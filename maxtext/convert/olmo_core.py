@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint.streamed import StreamedLeaf
+from maxtext.config.architecture import LayerKind, ModelConfig, RopeScalingConfig
 from maxtext.config.load import ConfigError, load
-from maxtext.config.schema import Config, LayerKind, ModelConfig, RopeScalingConfig
+from maxtext.config.schema import Config
 from maxtext.convert import ConvertError
 from maxtext.convert.continued import run_extra, small_leaves
 from maxtext.convert.distcp import METADATA, Distributed

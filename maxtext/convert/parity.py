@@ -83,7 +83,8 @@ def ours(saved: Saved, tokens_BT: np.ndarray, dtype: str) -> Trace:
     """Runs a checkpoint of ours, layer by layer, on as many devices as its width and the rows divide over."""
     model = saved.cfg.model
     ways = max(n for n in range(1, len(jax.devices()) + 1) if model.d_model % n == 0 and len(tokens_BT) % n == 0)
-    mesh = Mesh(np.asarray(jax.devices()[:ways]).reshape(1, ways, 1), AXES, axis_types=(AxisType.Explicit,) * 3)
+    mesh = Mesh(np.asarray(jax.devices()[:ways]).reshape([ways if axis == "fsdp" else 1 for axis in AXES]), AXES,
+                axis_types=(AxisType.Explicit,) * len(AXES))
     with jax.set_mesh(mesh):
         tokens = jax.device_put(np.asarray(tokens_BT, np.int32), sharding(mesh, "batch", None))
         return run_layers(saved.params(mesh), tokens, model, jnp.dtype(dtype))

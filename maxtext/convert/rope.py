@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxtext.config.schema import ModelConfig, RopeScalingConfig
+from maxtext.config.architecture import ModelConfig, RopeScalingConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Settings of YaRN that we have no counterpart for, with the only value (or absence) that means the same as ours.

@@ -22,7 +22,7 @@ class Axes(NamedTuple):
     """Mesh axes that the arguments are split over."""
 
     tokens: tuple[str, ...] = ()
-    width: str | None = None  # rows of w: an axis that is also among `tokens`
+    width: tuple[str, ...] = ()  # rows of w: axes that are also among `tokens`
     vocab: str | None = None
 
 
@@ -143,7 +143,7 @@ def _forward(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: 
         dx_ND = jax.lax.psum(dx_ND, axes.vocab)
     if axes.width:
         dw_DV = jax.lax.psum_scatter(dw_DV, axes.width, scatter_dimension=0, tiled=True)
-    if replicated := tuple(axis for axis in axes.tokens if axis != axes.width):
+    if replicated := tuple(axis for axis in axes.tokens if axis not in axes.width):
         dw_DV = jax.lax.psum(dw_DV, replicated)
     assert dw_DV.shape[0] == rows
     return total, losses, (dx_ND, dw_DV)

@@ -11,6 +11,7 @@ import math
 import jax
 
 from maxtext.config.schema import Config, ModelConfig
+from maxtext.config.validate import BATCH_AXES
 from maxtext.model.attention import attention_params
 from maxtext.model.decoder import decoder_params
 from maxtext.model.layers import mlp_params
@@ -92,7 +93,7 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
       mesh_shape: size of each mesh axis.
     """
     sharded = sum(_shard_bytes(p, mesh_shape) for p in _params(decoder_params(cfg.model)))
-    batch_ways = mesh_shape["data"] * mesh_shape["fsdp"]
+    batch_ways = math.prod(mesh_shape[axis] for axis in BATCH_AXES)
     tokens = cfg.batch_tokens // cfg.train.gradient_accumulation_steps // batch_ways
     width = 2 if cfg.train.compute_dtype == "bfloat16" else 4
     tags, everything = _block_activations(cfg.model, mesh_shape["tensor"])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.schema import ModelConfig, RopeScalingConfig
+from maxtext.config.architecture import ModelConfig, RopeScalingConfig
 from maxtext.parallel.sharding import Param, gather, spec
 
 

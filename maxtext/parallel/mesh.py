@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -9,9 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from maxtext.config.schema import Config
-from maxtext.config.validate import mesh_problems, resolve_mesh
-
-AXES = ("data", "fsdp", "tensor")
+from maxtext.config.validate import AXES, BATCH_AXES, mesh_problems, resolve_mesh
 
 
 class MeshError(ValueError):
@@ -26,7 +25,7 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
       devices: the devices to use; all of them by default.
 
     Returns:
-      A mesh with axes `data`, `fsdp` and `tensor`, all explicit.
+      A mesh with axes `data`, `fsdp`, `expert` and `tensor`, all explicit.
 
     Raises:
       MeshError: when sizes and devices, or sizes and the model or batch, do not fit; the arithmetic is in the message.
@@ -35,7 +34,7 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     problems = mesh_problems(cfg, len(devices))
     if problems:
         raise MeshError("\n".join(f"{key}: {message}" for key, message in problems))
-    shape = resolve_mesh(cfg.mesh, len(devices))
+    shape = tuple(resolve_mesh(cfg.mesh, len(devices)).values())
     types = (AxisType.Explicit,) * len(AXES)
     if len(devices) == 1 or devices[0].platform == "cpu":  # no topology to arrange: keep the order that was given
         return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=types)
@@ -44,4 +43,4 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 def batch_devices(mesh: Mesh) -> int:
     """How many ways the batch is split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -13,8 +13,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),
-    "embed": "fsdp",  # width of weights: sharded at rest, gathered for use
+    "batch": ("data", "fsdp", "expert"),
+    "embed": ("fsdp", "expert"),  # width of weights: sharded at rest, gathered for use
+    "expert": "expert",  # the experts of a routed layer
+    "expert_embed": "fsdp",  # width of the experts' weights: their other axis is taken by the experts
     "heads": "tensor",  # key/value heads, each with its group of query heads
     "mlp": "tensor",
     "vocab": "tensor",
@@ -33,7 +35,8 @@ class Param:
 
     shape: tuple[int, ...]
     dims: tuple[str | None, ...]
-    init: Literal["normal", "ones"] = "normal"
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    trained: bool = True  # by gradients; the optimizer leaves the others alone
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.dims), (self.shape, self.dims)
@@ -57,8 +60,8 @@ def sharding(mesh: Mesh, *dims: str | None) -> NamedSharding:
 
 
 def gather(weight: jax.Array, *dims: str | None) -> jax.Array:
-    """A weight made whole over the `fsdp` axis, ready for a matmul (an all-gather; its transpose a reduce-scatter)."""
-    return jax.sharding.reshard(weight, spec(*(None if dim == "embed" else dim for dim in dims)))
+    """A weight made whole over its width, ready for a matmul (an all-gather; its transpose a reduce-scatter)."""
+    return jax.sharding.reshard(weight, spec(*(None if dim in ("embed", "expert_embed") else dim for dim in dims)))
 
 
 def per_device(function: Callable[..., Any], in_dims: Any, out_dims: Any) -> Callable[..., Any]:

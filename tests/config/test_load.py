@@ -85,7 +85,7 @@ def test_a_misspelt_synonym_in_a_file_names_the_key_the_line_and_the_synonym(fol
     ("optim.steps=3", "train.steps?"),
     ("train.global-batch=4", "train.global_batch?"),
     ("model.num_hidden_layers=3", "model.n_layers (also known as num_hidden_layers)?"),
-    ("every=3", "checkpoint.every or eval.every or log.every?"),
+    ("every=3", "checkpoint.every or eval.every or generate.every?"),
     ("eval.batch_size=3", "eval.batch (also known as batch_size)?"),
     ("train.batch_size=3", "train.global_batch (also known as batch_size)?"),
     ("data.sources.code.repeet=3", "data.sources.code.repeat?"),
@@ -124,7 +124,7 @@ def test_every_missing_key_is_named_with_its_meaning(folder):
     write("run.yml", "description: nothing else\n")
     problems = faults("run.yml")
     assert [problem.split(": ")[1].split()[0] for problem in problems] == [
-        "model.vocab_size", "model.d_model", "model.n_layers", "model.n_heads", "model.d_ff", "data.sequence_length",
+        "model.vocab_size", "model.d_model", "model.n_layers", "model.n_heads", "data.sequence_length",
         "optim.lr", "train.steps", "train.global_batch",
         "data.sources", "data.vocab_size", "data.eos_id", "data.pad_id"]  # rules over the defaults that did hold
     assert problems[0].startswith("run.yml: model.vocab_size: required, but not given (Rows of the embedding")
@@ -143,8 +143,8 @@ def test_all_faults_of_all_kinds_come_at_once(folder):
         "optim.leaning_rate: unknown key",
         "train.steps: 1.5 is not a whole number",
         "trian.steps: unknown key",
-        "model.d_ff: required, but not given (Hidden width of the SwiGLU feed-forward.)",
         "model.d_model 65 is not divisible by model.n_heads 2 (65 = 2 x 32 + 1)",
+        "model.d_ff is null, but every layer is dense",
         "schedule.decay_steps: schedule.kind wsd ends in a decay, but schedule.decay_steps is null",
         "mesh.fsdp: only one axis may be -1, but mesh.data and mesh.fsdp are",
     ]

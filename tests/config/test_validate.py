@@ -213,12 +213,12 @@ def test_independent_rules_are_all_reported_and_nothing_is_changed():
 
 
 @pytest.mark.parametrize(("mesh", "n_devices", "shape"), [
-    (MeshConfig(), 1, (1, 1, 1)), (MeshConfig(), 8, (1, 8, 1)), (MeshConfig(fsdp=2, tensor=-1), 8, (1, 2, 4)),
-    (MeshConfig(data=-1, fsdp=2, tensor=2), 8, (2, 2, 2)), (MeshConfig(data=2, fsdp=2, tensor=1), 4, (2, 2, 1)),
-    (MeshConfig(data=-1, fsdp=8), 8, (1, 8, 1)),
+    (MeshConfig(), 1, (1, 1, 1, 1)), (MeshConfig(), 8, (1, 8, 1, 1)), (MeshConfig(fsdp=2, tensor=-1), 8, (1, 2, 1, 4)),
+    (MeshConfig(data=-1, fsdp=2, tensor=2), 8, (2, 2, 1, 2)), (MeshConfig(data=2, fsdp=2, tensor=1), 4, (2, 2, 1, 1)),
+    (MeshConfig(data=-1, fsdp=8), 8, (1, 8, 1, 1)), (MeshConfig(fsdp=2, expert=-1), 8, (1, 2, 4, 1)),
 ])
 def test_a_mesh_is_resolved_over_the_devices(mesh, n_devices, shape):
-    assert resolve_mesh(mesh, n_devices) == shape
+    assert tuple(resolve_mesh(mesh, n_devices).values()) == shape
 
 
 @pytest.mark.parametrize(("mesh", "n_devices", "message"), [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from maxtext.config.schema import RopeScalingConfig
+from maxtext.config.architecture import RopeScalingConfig
 from maxtext.convert import ConvertError, rope
 from maxtext.convert.families import FAMILIES, family_for, family_of, read_model, write_config
 from tests.convert.folders import FAMILIES as FOLDERS

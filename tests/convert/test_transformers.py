@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.manager import Checkpoints
+from maxtext.config.architecture import RopeScalingConfig
 from maxtext.config.load import to_yaml
-from maxtext.config.schema import DataConfig, RopeScalingConfig, SourceConfig
+from maxtext.config.schema import DataConfig, SourceConfig
 from maxtext.convert import parity
 from maxtext.convert.commands import run
 from maxtext.model.decoder import Decoder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.kernels.cross_entropy import Axes, Losses, cross_entropy, token_nll
-from maxtext.parallel.sharding import per_device, sharding
+from maxtext.parallel.sharding import RULES, per_device, sharding
 from tests.tiny import MESHES, mesh_of
 
 TOKENS, WIDTH, VOCAB = 48, 16, 64
@@ -59,7 +59,7 @@ def test_the_gradient_scales_with_the_cotangent():
 
 @pytest.mark.parametrize("shape", MESHES)
 def test_split_over_a_mesh(shape):
-    axes = Axes(tokens=("data", "fsdp"), width="fsdp", vocab="tensor")
+    axes = Axes(tokens=RULES["batch"], width=RULES["embed"], vocab="tensor")
     dims = (("batch", None), ("embed", "vocab"), ("batch",), ("batch",))
     mesh = mesh_of(shape)
     with jax.set_mesh(mesh):

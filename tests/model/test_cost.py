@@ -59,16 +59,16 @@ def test_state_bytes_are_those_of_the_state(shape):
 def test_remat_orders_activation_memory():
     def activations(**remat):
         cfg = tiny_config(remat=RematConfig(**remat))
-        return memory_per_device(cfg, {"data": 1, "fsdp": 1, "tensor": 1}).activations
+        return memory_per_device(cfg, {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}).activations
 
     assert activations(mode="full") < activations(mode="names", save=("qkv",)) < activations(mode="none")
 
 
 def test_half_the_width_and_half_the_batch_halve_activations():
-    one = memory_per_device(tiny_config(), {"data": 1, "fsdp": 1, "tensor": 1})
-    two = memory_per_device(tiny_config(), {"data": 2, "fsdp": 1, "tensor": 1})
+    one = memory_per_device(tiny_config(), {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
+    two = memory_per_device(tiny_config(), {"data": 2, "fsdp": 1, "expert": 1, "tensor": 1})
     assert two.activations * 2 == one.activations
-    bf16 = memory_per_device(tiny_config(compute_dtype="bfloat16"), {"data": 1, "fsdp": 1, "tensor": 1})
+    bf16 = memory_per_device(tiny_config(compute_dtype="bfloat16"), {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     assert bf16.activations * 2 == one.activations
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.config.schema import RopeScalingConfig
+from maxtext.config.architecture import RopeScalingConfig
 from maxtext.model.decoder import make_context
 from maxtext.model.layers import (
     apply_rope,
