@@ -130,12 +130,13 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
 
 def _write_report(run_dir: str) -> None:
     """A report that fails is a warning: the run itself is done and saved."""
+    from maxtext.config.reason import placed
     from maxtext.report.write import ReportError, write_report
 
     try:
         print("report:", *write_report(run_dir))
     except (ReportError, OSError) as error:
-        print(f"warning: no report was written: {error}", file=sys.stderr)
+        print(f"warning: no report was written: {placed(error)}", file=sys.stderr)
 
 
 def _mistake(error: object) -> int:

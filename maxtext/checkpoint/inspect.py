@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 from maxtext.checkpoint import manifest
 from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry
+from maxtext.config.reason import placed
+
+WHAT_TO_GIVE = "give the folder of a run, <output_dir>/<run_name>, or its checkpoints folder"
 
 
 def run(argv: Sequence[str]) -> int:
-    """The verb. Returns the exit status: 0 all is well, 1 a bad step or no step, 2 wrong usage."""
+    """The verb. Returns the exit status: 0 all is well, 1 a bad step or no step, 2 a mistake in what was asked for."""
     parser = argparse.ArgumentParser(prog="maxtext checkpoint", description=__doc__,
                                      epilog="maxtext checkpoint merge OUT RUN[@STEP] ... averages weights.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -21,6 +24,10 @@ def run(argv: Sequence[str]) -> int:
     verify.add_argument("--step", type=int, help="only this step")
     options = parser.parse_args(argv)
     directory = os.path.abspath(options.directory)
+    if not os.path.isdir(directory):
+        fault = "is no folder" if os.path.exists(directory) else "does not exist"
+        print(f"error: {options.directory} {fault}; {WHAT_TO_GIVE}", file=sys.stderr)
+        return 2
     if os.path.isdir(os.path.join(directory, "checkpoints")):
         directory = os.path.join(directory, "checkpoints")
     try:
@@ -36,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 def _list(directory: str, entries: list[Entry]) -> int:
     """One line a name; the steps of other status than good are not used by a resume."""
     if not entries:
-        print(f"no checkpoints in {directory}", file=sys.stderr)
+        print(f"no checkpoints in {directory}; {WHAT_TO_GIVE}", file=sys.stderr)
         return 1
     for entry in entries:
         if entry.manifest is None:
@@ -71,7 +78,7 @@ def _verify(directory: str, entries: list[Entry]) -> int:
             _verify_leaves(os.path.join(directory, entry.name), entry.manifest)
         except (Damaged, OSError) as error:
             bad += 1
-            print(f"{entry.name}  BAD: {error}")
+            print(f"{entry.name}  BAD: {placed(error)}")
         else:
             print(f"{entry.name}  good: {len(entry.manifest.files)} files, {len(entry.manifest.leaves)} leaves")
     return 1 if bad else 0

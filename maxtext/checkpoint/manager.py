@@ -24,12 +24,14 @@ import maxtext
 from maxtext.checkpoint import arrays, integrity, manifest, streamed
 from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry, Leaf, Manifest
 from maxtext.checkpoint.processes import all_agree, from_process_0
+from maxtext.config.reason import placed
 from maxtext.config.schema import CheckpointConfig
 
 __all__ = ["CheckpointError", "Checkpoints", "Restored"]
 
 PyTree = Any
 log = logging.getLogger("maxtext.checkpoint")
+_NAMED = 5  # of the names that are no checkpoints, in a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Checkpoints:
         try:
             return manifest.read(path)
         except (Damaged, OSError) as error:
-            raise CheckpointError(f"{path}: {error}; good steps are {self.steps()}") from None
+            raise CheckpointError(f"{path}: {placed(error)}; good steps are {self.steps()}") from None
 
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
@@ -121,11 +123,18 @@ class Checkpoints:
         entries = manifest.scan(self.directory)
         for entry in entries:
             ours = entry.step is not None and entry.step == self._saving_step
-            if entry.status in ("damaged", "partial", "unfinished", "foreign") and not ours:
-                if entry.name not in self._told:
-                    log.warning("checkpoint directory: ignored %s: %s", self._path(entry.name), entry.reason)
-                self._told.add(entry.name)
+            if entry.status in ("damaged", "partial", "unfinished") and not ours:
+                self._tell([entry.name], f"{self._path(entry.name)}: {entry.reason}")
+        if foreign := [entry.name for entry in entries if entry.status == "foreign"]:
+            others = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
+            self._tell(foreign, f"what is no checkpoint in {self.directory}: {', '.join(foreign[:_NAMED])}{others}")
         return entries
+
+    def _tell(self, names: list[str], what: str) -> None:
+        """A warning, unless it would say nothing new."""
+        if not self._told.issuperset(names):
+            log.warning("checkpoint directory: ignored %s", what)
+        self._told.update(names)
 
     # ---- saving
 

@@ -298,7 +298,8 @@ def _read_text(file: FilePath, faults: list[str]) -> str | None:
 def _find(name: str, folder: FilePath) -> tuple[FilePath | None, str]:
     """Looks for a config beside `folder`, then in the configs folder; else says what was tried and what is near."""
     roots = (folder, CONFIGS) if name.strip() else ()
-    candidates = [root / (name + suffix) for root in roots for suffix in ("", ".yml")]
+    suffixes = ("",) if name.endswith((".yml", ".yaml")) else ("", ".yml")
+    candidates = [root / (name + suffix) for root in roots for suffix in suffixes]
     for file in candidates:
         if file.is_file():
             return file, ""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint.manager import CheckpointError
+from maxtext.config.reason import placed, reason
 from maxtext.convert import ConvertError, hf, olmo_core, parity
 from maxtext.convert.saved import TOKENIZER, Saved, open_saved
 from maxtext.model.cost import count_params
@@ -26,6 +27,9 @@ def run(argv: Sequence[str]) -> int:
         return options.function(options)
     except (ConvertError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a disk that is full, a folder that cannot be written
+        print(f"error: {placed(error)}", file=sys.stderr)
         return 2
 
 
@@ -148,7 +152,7 @@ def _tokens(options: argparse.Namespace, saved: Saved, vocabulary: int) -> tuple
         try:
             text, source = Path(options.text).read_text(encoding="utf-8"), options.text
         except (OSError, UnicodeDecodeError) as error:
-            raise ConvertError(f"{options.text}: cannot be read: {error}") from None
+            raise ConvertError(f"{options.text}: cannot be read: {reason(error)}") from None
     else:
         from pydoc_data.topics import topics
 

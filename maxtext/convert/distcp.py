@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.config.reason import reason
 from maxtext.convert import ConvertError
 from maxtext.convert.torch_files import DTYPES, TorchTensor, Unpickler, load
 
@@ -83,7 +84,7 @@ class Distributed:
                             for index, info in stored.items()}
         except (OSError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, KeyError) as error:
             raise ConvertError(f"{os.path.join(folder, METADATA)}: not metadata of torch.distributed.checkpoint that "
-                               f"can be read here: {error}") from None
+                               f"can be read here: {reason(error)}") from None
 
     def read(self, name: str) -> np.ndarray:
         """One whole tensor, put together from its chunks."""

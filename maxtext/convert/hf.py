@@ -21,6 +21,7 @@ import numpy as np
 from maxtext.checkpoint.manager import Checkpoints
 from maxtext.checkpoint.streamed import StreamedLeaf
 from maxtext.config.load import to_yaml
+from maxtext.config.reason import reason
 from maxtext.config.schema import (
     CheckpointConfig,
     Config,
@@ -88,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConvertError(f"{path}: not found; give the folder of a transformers model") from None
     except (OSError, ValueError) as error:
-        raise ConvertError(f"{path}: cannot be read: {error}") from None
+        raise ConvertError(f"{path}: cannot be read: {reason(error)}") from None
     if not isinstance(value, dict):
         raise ConvertError(f"{path}: a JSON object is expected")
     return value
@@ -244,6 +245,12 @@ def refuse_used(out: str) -> None:
     """ConvertError unless `out` can be made anew."""
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
         raise ConvertError(f"{out} exists and is not empty; choose another place, or remove it")
+    above = Path(os.path.abspath(out))
+    while not os.path.lexists(above):
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        fault = f"{above} is not writable" if above.is_dir() else f"{above} is no folder"
+        raise ConvertError(f"{out}: cannot be made ({fault}); give a place that you may write")
 
 
 def weight_stream(wanted: Mapping[str, Place], read: Callable[[str], np.ndarray]

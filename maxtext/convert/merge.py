@@ -22,6 +22,7 @@ import numpy as np
 from maxtext.checkpoint import manifest
 from maxtext.checkpoint.manager import CheckpointError
 from maxtext.checkpoint.streamed import StreamedLeaf
+from maxtext.config.reason import placed
 from maxtext.config.schema import Config, InitFromConfig
 from maxtext.convert import ConvertError
 from maxtext.convert.hf import copy_tokenizer, refuse_used, weight_leaves, write_step
@@ -46,6 +47,9 @@ def run(argv: Sequence[str]) -> int:
         sources = merge(options.out, options.checkpoints)
     except (ConvertError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a disk that is full, a folder that cannot be written
+        print(f"error: {placed(error)}", file=sys.stderr)
         return 2
     for source in sources:
         print(f"1/{len(sources)} of {source.step_dir}")

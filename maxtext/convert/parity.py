@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from maxtext.config.reason import reason
 from maxtext.config.schema import ModelConfig
 from maxtext.convert import ConvertError
 from maxtext.convert.families import family_for
@@ -138,7 +139,7 @@ def golden(path: str) -> Trace:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
     except (OSError, ValueError) as error:
-        raise ConvertError(f"{path}: cannot be read as .npz: {error}") from None
+        raise ConvertError(f"{path}: cannot be read as .npz: {reason(error)}") from None
     missing = [name for name in ("input_ids", "logits") if name not in found]
     if missing:
         raise ConvertError(f"{path}: has no {' and no '.join(missing)}; it has {', '.join(found)}")

@@ -78,7 +78,10 @@ def open_saved(path: str, step: int | None = None, note: Callable[[str], None] =
     chosen = max(good, default=None) if step is None else step
     entry = good.get(chosen)
     if entry is None or entry.manifest is None:
-        there = "; ".join(f"{e.name}: {e.status}" for e in entries) or "no checkpoints"
+        if not any(e.status != "foreign" for e in entries):
+            fault = "holds no checkpoint" if os.path.isdir(path) else "is no folder"
+            raise ConvertError(f"{path} {fault}; give a run, an imported model or one step's folder")
+        there = "; ".join(f"{e.name}: {e.status}" for e in entries if e.status != "foreign")
         raise ConvertError(f"{path}: no good checkpoint{'' if step is None else f' of step {step}'} ({there})")
     bad = [e.name for e in entries if e.status != "good" and e.step is not None and e.step > (chosen or 0)]
     if step is None and bad:

@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from maxtext.config.reason import reason
 from maxtext.convert import ConvertError
 
 DTYPES = {
@@ -119,7 +120,8 @@ def open_bins(files: Sequence[Path]) -> dict[str, TorchTensor]:
         try:
             state = load(lambda file=file: zipfile.ZipFile(file))
         except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, EOFError, KeyError) as error:
-            raise ConvertError(f"{file}: cannot be read as weights alone ({error}); save it as safetensors") from None
+            raise ConvertError(f"{file}: cannot be read as weights alone ({reason(error)}); save it as safetensors"
+                               ) from None
         if not isinstance(state, dict):
             raise ConvertError(f"{file}: holds a {type(state).__name__}, not named tensors")
         for name, tensor in state.items():

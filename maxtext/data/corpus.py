@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from maxtext.config.reason import reason
 from maxtext.data import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -179,7 +180,7 @@ def _read_jsonl(domain: str, path: Path) -> Iterator[Document]:
                     seen.add(name_hash(name))
                     yield Document(name, text, domain)
     except (OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot read ({error})") from error
+        raise DataError(f"{path}: cannot read ({reason(error)})") from error
 
 
 def _parse_json_line(line: bytes, where: str) -> tuple[str | None, str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from maxtext.config.reason import reason
 from maxtext.data import DataError, storage
 from maxtext.data.preflight import read_tokens
 
@@ -98,7 +99,7 @@ def read_companion(path: str, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     try:
         fields = [line.split(",", 2)[:2] for line in gzip.decompress(data).decode("utf-8").splitlines()]
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{name}: cannot be decompressed ({error})") from error
+        raise DataError(f"{name}: cannot be decompressed ({reason(error)})") from error
     try:
         bounds = np.array([(int(start), int(end)) for start, end in fields], np.int64).reshape(-1, 2)
     except ValueError as error:

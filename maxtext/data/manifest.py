@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.config.reason import reason
 from maxtext.data import DataError
 
 FORMAT = "maxtext-tokens"
@@ -80,7 +81,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise DataError(f"{path}: not found; write it with `maxtext data prepare --out {folder}`") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot read ({error})") from error
+        raise DataError(f"{path}: cannot read ({reason(error)})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path}: not a data set of `maxtext data prepare`")
     if manifest.get("version") != VERSION:
@@ -113,7 +114,7 @@ def load_prepared(folder: str | Path) -> Prepared:
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / NAME}: incomplete: {error!r}") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder / 'token_bytes.npy'}: cannot read ({error})") from error
+        raise DataError(f"{folder / 'token_bytes.npy'}: cannot read ({reason(error)})") from error
     if prepared.token_bytes.shape != (prepared.vocab_size,):
         raise DataError(f"{folder / 'token_bytes.npy'}: has shape {prepared.token_bytes.shape}, but vocab_size is "
                         f"{prepared.vocab_size}")

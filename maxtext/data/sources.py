@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from maxtext.config.reason import reason
 from maxtext.config.schema import Config, SourceConfig
 from maxtext.data import DataError
 from maxtext.data.manifest import Prepared
@@ -72,7 +73,7 @@ def read_mix(mix: str, root: str, tokenizer: str) -> list[SourceFile]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot read the mix file ({error})") from error
+        raise DataError(f"{path}: cannot read the mix file ({reason(error)})") from error
     files = []
     for number, line in enumerate(lines, 1):
         line = line.strip()

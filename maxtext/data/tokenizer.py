@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.config.reason import reason
 from maxtext.data import DataError
 
 SPACE_MARK = "\u2581"
@@ -141,7 +142,7 @@ class JsonTokenizer(Tokenizer):
             spec = json.loads(text)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{where}: not a tokenizer.json ({error})") from error
+            raise DataError(f"{where}: not a tokenizer.json ({reason(error)})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxtext.config.reason import reason
 from maxtext.eval.catalogue import MmluTask, RequestTask, TaskError
 
 _UNCONDITIONAL = 1_000_000  # requests from this document number on ask for an answer without its question: not scored
@@ -99,7 +100,7 @@ def _requests(name: str, task: RequestTask, folder: Path) -> Iterator[Question]:
         text = path.read_bytes()
         lines = (gzip.decompress(text) if path.suffix == ".gz" else text).decode().rstrip("\n").split("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise TaskError(f"task {name}: {path}: cannot be read ({error})") from error
+        raise TaskError(f"task {name}: {path}: cannot be read ({reason(error)})") from error
     for number, line in enumerate(lines, start=1):
         try:
             request = json.loads(line)
@@ -170,4 +171,4 @@ def _rows(name: str, folder: Path, subject: str, split: str) -> list[dict[str, A
     try:
         return [row for file in files for row in pyarrow.ipc.open_stream(file.read_bytes()).read_all().to_pylist()]
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise TaskError(f"task {name}: {where}: cannot be read ({error})") from error
+        raise TaskError(f"task {name}: {where}: cannot be read ({reason(error)})") from error

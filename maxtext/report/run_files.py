@@ -115,7 +115,8 @@ def read_run(run_dir: str) -> RunFiles:
     """
     path = os.path.join(run_dir, "metrics.jsonl")
     if not os.path.isfile(path):
-        raise ReportError(f"{path} does not exist; give the folder of a run, <output_dir>/<run_name>, "
+        fault = "is a folder" if os.path.isdir(path) else "does not exist"
+        raise ReportError(f"{path} {fault}; give the folder of a run, <output_dir>/<run_name>, "
                           "that has trained for at least one update")
     try:
         records = read_metrics(path)

@@ -7,10 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from maxtext.config.reason import placed
 from maxtext.report.image import draw
 from maxtext.report.overlay import Overlay, compare, lines
 from maxtext.report.page import render
 from maxtext.report.run_files import ReportError, read_run
+
+METRIC, TOLERANCE = "train/CE loss", 0.01  # what is compared with a reference, and the largest gap that passes
 
 
 def write_report(run_dir: str, overlay: Overlay | None = None) -> tuple[str, str]:
@@ -36,24 +39,29 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", nargs="+", help="a run directory, <output_dir>/<run_name>")
     parser.add_argument("--reference", metavar="CURVE", help="a CSV with a step and a value column, another run, or "
                         "its metrics.jsonl: print the gap at each step that both logged, and draw it into the page")
-    parser.add_argument("--metric", default="train/CE loss", help="metric to lay over the reference (%(default)s)")
-    parser.add_argument("--tolerance", type=float, default=0.01, help="largest gap that passes (%(default)s)")
+    parser.add_argument("--metric", help=f"metric to lay over the reference ({METRIC})")
+    parser.add_argument("--tolerance", type=float, help=f"largest gap that passes ({TOLERANCE})")
     parser.add_argument("--by-mean", action="store_true", help="judge the smoothed mean gap instead of every step's, "
                         "as for runs on data in another order")
     options = parser.parse_args(argv)
+    for name in ("metric", "tolerance", "by_mean"):
+        given = getattr(options, name)
+        if options.reference is None and given is not None and given is not False:
+            parser.error(f"--{name.replace('_', '-')} only goes with --reference, the curve to compare with")
+    metric = METRIC if options.metric is None else options.metric
+    tolerance = TOLERANCE if options.tolerance is None else options.tolerance
     failed = 0
     for folder in options.run:
         try:
             overlay = None
             if options.reference is not None:
-                overlay = compare(read_run(folder), options.reference, options.metric, options.tolerance,
-                                  options.by_mean)
+                overlay = compare(read_run(folder), options.reference, metric, tolerance, options.by_mean)
                 print(*lines(overlay), sep="\n")
             for path in write_report(folder, overlay):
                 print(path)
             if overlay is not None and not overlay.passed:
                 failed = max(failed, 1)
         except (ReportError, OSError) as error:
-            print(error, file=sys.stderr)
+            print(placed(error), file=sys.stderr)
             failed = 2
     return failed

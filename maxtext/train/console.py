@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from maxtext.config.reason import reason
+
 Metrics = Mapping[str, float]
 
 _warned: set[str] = set()
@@ -176,7 +178,7 @@ class Console:
             else:
                 self._bar.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
         except OSError as error:  # a closed pipe, as of `| head`, is no reason to stop training
-            warn_once(f"the console cannot be written: {error}", key="console")
+            warn_once(f"the console cannot be written: {reason(error)}", key="console")
 
     def _seconds_left(self, step: int, total_steps: int, metrics: Metrics) -> float | None:
         """By the wall clock since the first line, so that evaluations and saves count."""

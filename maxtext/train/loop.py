@@ -32,7 +32,7 @@ from maxtext.parallel.sharding import sharding
 from maxtext.train.console import Console, host_memory_gib
 from maxtext.train.lock import run_lock
 from maxtext.train.metrics import MetricsWriter, last_step
-from maxtext.train.resume import check_new_run, check_same_run
+from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.state import TrainState, abstract_state, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
 from maxtext.train.stop import Stopper
@@ -79,6 +79,7 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     started, clock = time.monotonic(), Clock()
     console = Console(primary=jax.process_index() == 0)
     config_text = to_yaml(cfg, origins)
+    check_files(cfg)
     checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text)
     newest = checkpoints.latest()
     if newest is not None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from maxtext.config.reason import reason
 from maxtext.config.schema import Config
 from maxtext.report.run_files import last_step, parse_line, read_metrics, step_of
 from maxtext.train.console import warn_once
@@ -38,7 +39,7 @@ class MetricsWriter:
             os.makedirs(run_dir, exist_ok=True)
             self._jsonl = JsonLines(os.path.join(run_dir, "metrics.jsonl"), resume_step)
         except OSError as error:
-            warn_once(f"metrics.jsonl cannot be opened and is not written: {error}")
+            warn_once(f"metrics.jsonl cannot be opened and is not written: {reason(error)}")
         if cfg.log.tensorboard:
             self._events = TensorBoard(os.path.join(run_dir, "tensorboard"), resume_step)
 
@@ -52,12 +53,13 @@ class MetricsWriter:
             try:
                 self._jsonl.write(step, values | {"time/unix (s)": now})
             except OSError as error:
-                warn_once(f"metrics.jsonl cannot be written, steps will be missing in it: {error}", key="metrics.jsonl")
+                warn_once(f"metrics.jsonl cannot be written, steps will be missing in it: {reason(error)}",
+                          key="metrics.jsonl")
         if self._events is not None:
             try:
                 self._events.write(step, values, now)
             except (OSError, ImportError) as error:  # a record cut off in the middle makes all later ones unreadable
-                warn_once(f"TensorBoard events are no longer written: {error}", key="tensorboard")
+                warn_once(f"TensorBoard events are no longer written: {reason(error)}", key="tensorboard")
                 self._events = None
 
     def close(self) -> None:
@@ -67,7 +69,7 @@ class MetricsWriter:
                 try:
                     sink.close()
                 except OSError as error:
-                    warn_once(f"closing the metrics failed: {error}")
+                    warn_once(f"closing the metrics failed: {reason(error)}")
         self._jsonl = self._events = None
 
 

@@ -69,6 +69,15 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
              f"(set schedule.total_steps to keep it while train.steps changes)")
 
 
+def check_files(cfg: Config) -> None:
+    """Raises ResumeError when a folder stands where the run writes a file: it would train without a record."""
+    for name in ("metrics.jsonl", "config.yml"):
+        path = os.path.join(cfg.run_dir, name)
+        if os.path.isdir(path):
+            raise ResumeError(f"{path} is a folder, but the run writes a file there; move it away, or choose another "
+                              f"run_name")
+
+
 def check_new_run(cfg: Config) -> None:
     """Raises ResumeError when a config that takes over another's run finds none."""
     if cfg.train.take_over_at is not None:

@@ -70,9 +70,17 @@ def test_verify_names_the_file_and_the_leaf(run_dir: Path, capsys: pytest.Captur
 
 
 def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert run(["ls", str(tmp_path / "none")]) == 1
-    assert run(["verify", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.count("no ") == 2
+    what_to_give = "give the folder of a run, <output_dir>/<run_name>, or its checkpoints folder"
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, fault, code in (("none", "does not exist", 2), ("file", "is no folder", 2)):
+        for verb in ("ls", "verify"):
+            assert run([verb, str(tmp_path / name)]) == code
+            assert capsys.readouterr().err == f"error: {tmp_path / name} {fault}; {what_to_give}\n"
+    assert run(["ls", str(tmp_path / "empty")]) == 1
+    assert capsys.readouterr().err == f"no checkpoints in {tmp_path / 'empty'}; {what_to_give}\n"
+    assert run(["verify", str(tmp_path / "empty")]) == 1
+    assert "no such checkpoints" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         run(["remove", str(tmp_path)])
     assert caught.value.code == 2

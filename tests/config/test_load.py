@@ -393,12 +393,13 @@ def test_a_config_is_found_by_path_and_by_name(folder):
 @pytest.mark.parametrize(("name", "expected"), [
     ("quickstrt", "did you mean quickstart?"), ("configs/quikstart.yml", "did you mean quickstart?"),
     ("nothing_like_it", "no such config (looked for nothing_like_it, nothing_like_it.yml"),
-    ("", "(empty name): no such"),
+    ("nothing.yml", "no such config (looked for nothing.yml, "), ("", "(empty name): no such"),
     ("models", "is a folder, not a YAML file"), (".", "is a folder, not a YAML file"),
 ])
 def test_a_config_that_is_not_there_is_one_line_with_the_near_name(folder, name, expected):
     [problem] = faults(name)
     assert expected in problem
+    assert ".yml.yml" not in problem
 
 
 def test_an_unreadable_file_is_one_line(folder):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pickle
 import shutil
 import zipfile
@@ -198,7 +199,7 @@ def test_a_used_target_is_left_alone(imported, tmp_path, capsys):
     assert capsys.readouterr().err.count("exists and is not empty; choose another place") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["keep"]
     assert run(["export", str(imported / "olmo2"), str(tmp_path / "keep" / "below")]) == 2
-    assert "below: cannot be made (Not a directory); give a place that you may write" in capsys.readouterr().err
+    assert f"below: cannot be made ({tmp_path}/keep is no folder); give a place" in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_nothing(imported, tmp_path, monkeypatch):
@@ -293,6 +294,29 @@ def test_a_run_is_exported_with_its_padding(run_folder, tmp_path):
     assert weights == set(after.manifest.leaves)
     for name in weights:
         np.testing.assert_array_equal(before.leaf(name), after.leaf(name))
+
+
+@pytest.mark.parametrize("words", [
+    ["import", str(HF / "olmo2"), "file/out"], ["export", "absent", "file/out"], ["export", "empty", "out"],
+    ["export", "absent", "out"], ["import", "empty", "out"], ["import", "odd", "out"],
+    ["import", str(HF / "olmo2"), "closed/out"],
+])
+def test_mistakes_with_places_are_one_line_that_says_what_to_do(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "odd" / "config.json").mkdir(parents=True)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *rest, **more: "closed" not in str(path) and
+                        access(path, *rest, **more))  # who runs the tests may be allowed everything
+    assert run(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "Errno" not in line
+    assert "output_dir" not in line.replace("<output_dir>", "")
+    assert "; give " in line or "cannot be read: Is a directory" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_or_absent_checkpoint_is_not_exported(run_folder, tmp_path, capsys):

@@ -128,7 +128,7 @@ def test_what_cannot_be_averaged_is_refused_before_anything_is_written(runs: tup
         ([a], "a mean of 1 checkpoint; give two or more"),
         ([a, f"{a}@2"], "step_00000002 is given twice"),
         ([a, f"{b}@4"], "no good checkpoint of step 4"),
-        ([a, f"{b}c"], "no good checkpoint"),
+        ([a, f"{b}c"], "is no folder; give a run"),
     ]:
         assert main(["checkpoint", "merge", out, *given]) == 2
         assert message in capsys.readouterr().err
@@ -137,6 +137,10 @@ def test_what_cannot_be_averaged_is_refused_before_anything_is_written(runs: tup
     Path(out, "mine").write_text("")
     assert main(["checkpoint", "merge", out, "no run", "none either"]) == 2  # said before terabytes are read
     assert "exists and is not empty" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["checkpoint", "merge", str(tmp_path / "file" / "m"), a, b]) == 2
+    assert capsys.readouterr().err == (f"error: {tmp_path}/file/m: cannot be made ({tmp_path}/file is no folder); give "
+                                       "a place that you may write\n")
 
 
 def test_a_damaged_or_spoilt_checkpoint_is_refused(runs: tuple[Path, Path], tmp_path: Path):

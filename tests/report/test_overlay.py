@@ -147,6 +147,14 @@ def test_the_verb_passes_fails_and_draws(ours, every_tenth, capsys):
     assert cli.main(["report", ours, "--reference", "absent.csv"]) == 2
 
 
+@pytest.mark.parametrize("words", [["--metric", "train/PPL"], ["--tolerance", "0"], ["--by-mean"]])
+def test_what_only_a_reference_needs_is_refused_without_one(tmp_path, capsys, words):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["report", str(tmp_path), *words])
+    assert exit.value.code == 2
+    assert f"error: {words[0]} only goes with --reference" in capsys.readouterr().err
+
+
 # Downstream tasks on the page
 
 

@@ -167,6 +167,19 @@ def test_runs_that_cannot_be_reported(tmp_path, capsys, content, message):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_metrics_that_are_a_folder_are_no_metrics(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert write.run([str(tmp_path)]) == 2
+    assert f"{tmp_path}/metrics.jsonl is a folder; give the folder of a run" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_says_where(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", [record(1)])
+    (tmp_path / "run" / "report.html.tmp").mkdir()
+    assert write.run([folder]) == 2
+    assert capsys.readouterr().err == f"{folder}/report.html.tmp: Is a directory\n"
+
+
 def test_the_verb_prints_what_it_wrote(tmp_path, capsys):
     folder = make_run(tmp_path / "run", [record(1)])
     assert write.run([folder]) == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from maxtext.cli import train
 from maxtext.config.load import load, to_yaml
 from maxtext.config.schema import Config
 from maxtext.train.resume import ResumeError, check_new_run, check_same_run, flatten
@@ -110,6 +111,17 @@ def test_a_config_of_another_version_is_refused(runs: Runs):
     with pytest.raises(ResumeError, match=r"(?s)update 20 of .* cannot be read by this version:.*model\.n_wheels: "
                        r"unknown key"):
         check_same_run(runs.config(), saved, 20, print)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yml"])
+def test_a_folder_where_a_run_writes_a_file_is_refused_before_anything_is_made(runs: Runs, name: str, capsys):
+    called = f"with-{name}"
+    folder = runs.directory(called)
+    (folder / name).mkdir(parents=True)
+    assert train(runs.arguments(called)) == 2
+    assert capsys.readouterr().err == (f"{folder / name} is a folder, but the run writes a file there; move it away, "
+                                       f"or choose another run_name\n")
+    assert not (folder / "checkpoints").exists()
 
 
 def test_flatten_reaches_every_field():
