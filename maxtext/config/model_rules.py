@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from maxtext.config.schema import Config
-from maxtext.config.wording import Problem, default_of, division, multiples
+from maxtext.config.wording import Problem, default_of, division, either, multiples
 
 
 def _heads(cfg: Config) -> Iterator[Problem]:
     model = cfg.model
+    if model.latent.kv_rank is not None:  # then the heads have widths of their own
+        return
     if model.head_dim is None and model.d_model % model.n_heads:
         yield "model.d_model", (f"model.d_model {model.d_model} is not divisible by model.n_heads {model.n_heads} "
                                 f"{division(model.d_model, model.n_heads)}; set model.d_model to "
@@ -70,15 +72,18 @@ def _moe(cfg: Config) -> Iterator[Problem]:
         yield f"{key}.dense_layers", (f"{key}.dense_layers {moe.dense_layers} leaves no routed layer of "
                                       f"model.n_layers {cfg.model.n_layers}; lower it, or remove {key}.experts")
     if moe.top_k > moe.experts:
-        yield f"{key}.top_k", f"{key}.top_k {moe.top_k} is more than the {moe.experts} of {key}.experts"
+        yield f"{key}.top_k", (f"{key}.top_k {moe.top_k} is more than {key}.experts {moe.experts}; lower it, or add "
+                               "experts")
     elif moe.experts % moe.groups:
         yield f"{key}.groups", (f"{key}.experts {moe.experts} is not divisible by {key}.groups {moe.groups} "
-                                f"{division(moe.experts, moe.groups)}")
+                                f"{division(moe.experts, moe.groups)}; set {key}.experts to "
+                                f"{multiples(moe.experts, moe.groups)}, or change {key}.groups")
     elif moe.group_top_k > moe.groups:
-        yield f"{key}.group_top_k", f"{key}.group_top_k {moe.group_top_k} is more than {key}.groups {moe.groups}"
+        yield f"{key}.group_top_k", (f"{key}.group_top_k {moe.group_top_k} is more than {key}.groups {moe.groups}; "
+                                     f"write at most {moe.groups}")
     elif moe.top_k > moe.experts // moe.groups * moe.group_top_k:
         yield f"{key}.top_k", (f"{key}.top_k {moe.top_k} is more than {key}.group_top_k {moe.group_top_k} groups of "
-                               f"{moe.experts // moe.groups} experts hold")
+                               f"{moe.experts // moe.groups} experts hold; lower it, or raise {key}.group_top_k")
     elif moe.groups > 1 and moe.group_score == "top2_sum" and moe.experts == moe.groups:
         yield f"{key}.group_score", (f"{key}.group_score top2_sum needs two experts a group, but {key}.groups "
                                      f"{moe.groups} are as many as {key}.experts; write {key}.group_score: max")
@@ -101,23 +106,31 @@ def _latent(cfg: Config) -> Iterator[Problem]:
         yield "model.n_kv_heads", (f"model.n_kv_heads {model.kv_heads} differs from model.n_heads {model.n_heads}, but "
                                    "in latent attention each head has its own key; remove it")
     if latent.rope_dim % 2:
-        yield "model.latent.rope_dim", f"{latent.rope_dim} is odd; rotary position embedding turns pairs of dimensions"
+        yield "model.latent.rope_dim", (f"model.latent.rope_dim {latent.rope_dim} is odd; rotary position embedding "
+                                        "turns pairs of dimensions, so it must be even")
+
+
+_SCALING_READERS = {"mscale": ("yarn",), "mscale_all_dim": ("yarn",), "truncate": ("yarn",),
+                    "beta_fast": ("yarn", "llama3"), "beta_slow": ("yarn", "llama3"),
+                    "original_length": ("yarn", "llama3")}
 
 
 def _rope(cfg: Config) -> Iterator[Problem]:
     model, scaling, key = cfg.model, cfg.model.rope_scaling, "model.rope_scaling"
     if scaling.kind == "none":
         yield from _unused(key, scaling, "model.rope_scaling.kind is none")
-    elif scaling.kind != "yarn":
-        for name in ("mscale", "mscale_all_dim", "truncate"):
-            if getattr(scaling, name) != default_of(scaling, name):
-                yield f"{key}.{name}", (f"{key}.{name} is read by kind yarn only, but the kind is {scaling.kind}; "
-                                        "remove it")
+    else:
+        for name, readers in _SCALING_READERS.items():
+            if scaling.kind not in readers and getattr(scaling, name) != default_of(scaling, name):
+                yield f"{key}.{name}", (f"{key}.{name} is read by kind {either(list(readers))} only, but the kind is "
+                                        f"{scaling.kind}; remove it")
     if scaling.kind in ("yarn", "llama3") and scaling.beta_fast <= scaling.beta_slow:
         yield f"{key}.beta_fast", (f"{key}.beta_fast {scaling.beta_fast} must be above {key}.beta_slow "
-                                   f"{scaling.beta_slow}")
+                                   f"{scaling.beta_slow}; raise it, or lower {key}.beta_slow")
     if model.window is None and model.window_rope_theta is not None:
         yield "model.window_rope_theta", "model.window_rope_theta is set, but no layer has a window; remove it"
+    if model.window is None and scaling.kind != "none" and scaling.window_layers:
+        yield f"{key}.window_layers", f"{key}.window_layers is set, but no layer has a window; remove it"
 
 
 def _unused(key: str, section: Any, why: str) -> Iterator[Problem]:

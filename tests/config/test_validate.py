@@ -47,6 +47,10 @@ def test_the_base_of_these_tests_is_valid():
 
 WINDOWS = {"model__layer_pattern": ("window", "full"), "model__window": 4}
 WSD = {"schedule__kind": "wsd", "schedule__decay_steps": 10}
+MOE = {"model__d_ff": None, "model__moe__experts": 8, "model__moe__d_expert": 16}
+GROUPS = {**MOE, "model__moe__groups": 4, "model__moe__group_top_k": 2}
+LATENT = {"model__latent__kv_rank": 16, "model__qk_norm": "none"}
+YARN = {"model__rope_scaling__kind": "yarn"}
 PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": None, "data__pad_id": None}
 
 
@@ -68,6 +72,59 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({**WINDOWS, "model__layer_pattern": ("full", "full", "full", "window")}, "model.window",
      "none of the 4 layers of model.layer_pattern is a window layer (model.last_layer_full makes the only one full)"),
     ({**WINDOWS, "model__n_layers": 1}, "model.window", "(model.last_layer_full makes the only one full)"),
+    ({"model__d_ff": None}, "model.d_ff",
+     "model.d_ff is null, but every layer is dense; give the hidden width of their feed-forward"),
+    ({**MOE, "model__moe__dense_layers": 2}, "model.d_ff",
+     "model.d_ff is null, but the first 2 layers are dense; give the hidden width"),
+    ({**MOE, "model__d_ff": 96}, "model.d_ff",
+     "model.d_ff 96 is set, but all 4 layers are mixtures of experts (model.moe.d_expert is their width); remove it, "
+     "or set model.moe.dense_layers"),
+    ({"model__moe__top_k": 3}, "model.moe.top_k",
+     "model.moe.top_k 3 is set, but model.moe.experts is 0, so that every layer is dense; remove one of them"),
+    ({"model__moe__z_loss": 0.1}, "model.moe.z_loss", "model.moe.z_loss 0.1 is set, but model.moe.experts is 0"),
+    ({**MOE, "model__moe__d_expert": None}, "model.moe.d_expert",
+     "model.moe.experts is 8, but model.moe.d_expert is null; give the width of one"),
+    ({**MOE, "model__d_ff": 96, "model__moe__dense_layers": 4}, "model.moe.dense_layers",
+     "model.moe.dense_layers 4 leaves no routed layer of model.n_layers 4; lower it, or remove model.moe.experts"),
+    ({**MOE, "model__moe__top_k": 9}, "model.moe.top_k",
+     "model.moe.top_k 9 is more than model.moe.experts 8; lower it, or add experts"),
+    ({**MOE, "model__moe__groups": 3}, "model.moe.groups",
+     "model.moe.experts 8 is not divisible by model.moe.groups 3 (8 = 3 x 2 + 2); set model.moe.experts to 6 or 9, or "
+     "change model.moe.groups"),
+    ({**GROUPS, "model__moe__group_top_k": 5}, "model.moe.group_top_k",
+     "model.moe.group_top_k 5 is more than model.moe.groups 4; write at most 4"),
+    ({**GROUPS, "model__moe__top_k": 5}, "model.moe.top_k",
+     "model.moe.top_k 5 is more than model.moe.group_top_k 2 groups of 2 experts hold; lower it, or raise "
+     "model.moe.group_top_k"),
+    ({**GROUPS, "model__moe__groups": 8}, "model.moe.group_score",
+     "model.moe.group_score top2_sum needs two experts a group, but model.moe.groups 8 are as many as "
+     "model.moe.experts; write model.moe.group_score: max"),
+    ({**MOE, "model__moe__bias_update_rate": 0.001}, "model.moe.bias_update_rate",
+     "model.moe.bias_update_rate 0.001 moves a bias that is not there; set model.moe.selection_bias: true"),
+    ({"model__latent__nope_dim": 32}, "model.latent.nope_dim",
+     "model.latent.nope_dim 32 is set, but model.latent.kv_rank is null, so that attention is ordinary; remove one"),
+    ({**LATENT, "model__head_dim": 16}, "model.head_dim",
+     "model.head_dim is 16, which latent attention does not have; write model.head_dim: null"),
+    ({"model__latent__kv_rank": 16}, "model.qk_norm",
+     "model.qk_norm is projection, which latent attention does not have; write model.qk_norm: none"),
+    ({**LATENT, "model__attention_bias": "qkv"}, "model.attention_bias", "write model.attention_bias: none"),
+    ({**LATENT, "model__attention_sinks": True}, "model.attention_sinks", "write model.attention_sinks: false"),
+    ({**LATENT, "model__n_kv_heads": 2}, "model.n_kv_heads",
+     "model.n_kv_heads 2 differs from model.n_heads 4, but in latent attention each head has its own key; remove it"),
+    ({**LATENT, "model__latent__rope_dim": 7}, "model.latent.rope_dim",
+     "model.latent.rope_dim 7 is odd; rotary position embedding turns pairs of dimensions, so it must be even"),
+    ({"model__rope_scaling__factor": 4.0}, "model.rope_scaling.factor",
+     "model.rope_scaling.factor 4.0 is set, but model.rope_scaling.kind is none; remove one of them"),
+    ({"model__rope_scaling__kind": "llama3", "model__rope_scaling__mscale": 0.7}, "model.rope_scaling.mscale",
+     "model.rope_scaling.mscale is read by kind yarn only, but the kind is llama3; remove it"),
+    ({"model__rope_scaling__kind": "linear", "model__rope_scaling__original_length": 64},
+     "model.rope_scaling.original_length",
+     "model.rope_scaling.original_length is read by kind yarn or llama3 only, but the kind is linear; remove it"),
+    ({**YARN, "model__rope_scaling__beta_fast": 1.0}, "model.rope_scaling.beta_fast",
+     "model.rope_scaling.beta_fast 1.0 must be above model.rope_scaling.beta_slow 1.0; raise it, or lower"),
+    ({**YARN, "model__rope_scaling__window_layers": True}, "model.rope_scaling.window_layers",
+     "model.rope_scaling.window_layers is set, but no layer has a window; remove it"),
+    ({"model__window_rope_theta": 1e4}, "model.window_rope_theta", "is set, but no layer has a window; remove it"),
     ({"train__gradient_accumulation_steps": 3}, "train.global_batch",
      "train.global_batch 8 is not divisible by train.gradient_accumulation_steps 3 (8 = 3 x 2 + 2); set "
      "train.global_batch to 6 or 9"),
@@ -137,6 +194,8 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({"data__max_target_sequence_length": 4}, "data.max_target_sequence_length", "set it to 8"),
     ({"data__instance_filter__min_period": 14}, "data.instance_filter.min_period",
      "data.instance_filter.min_period 14 is above data.instance_filter.max_period 13"),
+    ({"mesh__fsdp": 1, "mesh__expert": -1, "mesh__tensor": -1}, "mesh.tensor",
+     "only one axis may be -1, but mesh.expert and mesh.tensor are; set all but one to 1 or more"),
     ({"mesh__data": -1}, "mesh.fsdp", "only one axis may be -1, but mesh.data and mesh.fsdp are"),
     ({"mesh__tensor": 0}, "mesh.tensor", "0 is not a size; write 1 or more, or -1"),
     ({"mesh__tensor": -2}, "mesh.tensor", "-2 is not a size"),
@@ -171,6 +230,16 @@ def test_a_broken_rule_is_one_problem_that_names_keys_and_numbers(change, key, m
     WINDOWS,
     {**WINDOWS, "model__n_layers": 1, "model__last_layer_full": False},
     {**WINDOWS, "model__layer_pattern": ("full", "full", "full", "window"), "model__last_layer_full": False},
+    MOE, {**MOE, "model__moe__top_k": 8}, {**MOE, "model__d_ff": 96, "model__moe__dense_layers": 3}, GROUPS,
+    {**GROUPS, "model__moe__top_k": 4}, {**GROUPS, "model__moe__groups": 8, "model__moe__group_score": "max"},
+    {**MOE, "model__moe__bias_update_rate": 0.001, "model__moe__selection_bias": True},
+    LATENT, {**LATENT, "model__n_kv_heads": 4},
+    {**LATENT, "model__d_model": 65, "model__latent__nope_dim": 15},  # heads have widths of their own
+    {"model__rope_scaling__kind": "linear", "model__rope_scaling__factor": 4.0},
+    {"model__rope_scaling__kind": "llama3", "model__rope_scaling__beta_fast": 4.0,
+     "model__rope_scaling__original_length": 64},
+    {**YARN, "model__rope_scaling__mscale": 0.7, "model__rope_scaling__truncate": False},
+    {**WINDOWS, **YARN, "model__rope_scaling__window_layers": True, "model__window_rope_theta": 1e4},
     {"train__gradient_accumulation_steps": 8},
     {"train__remat__mode": "names", "train__remat__save": ("qkv", "mlp_out")}, {"train__remat__mode": "none"},
     {**WSD, "schedule__warmup_steps": 90}, {"schedule__warmup_steps": 100},
@@ -225,6 +294,10 @@ def test_a_mesh_is_resolved_over_the_devices(mesh, n_devices, shape):
     (MeshConfig(data=3), 8, "mesh.fsdp: mesh.fsdp -1 takes the devices that are left, but 8 devices are not divisible "
                             "by mesh.data 3 x mesh.tensor 1 = 3 (8 = 3 x 2 + 2)"),
     (MeshConfig(data=16), 8, "(8 = 16 x 0 + 8)"),
+    (MeshConfig(fsdp=2, expert=2), 8, "mesh: mesh.data 1 x mesh.fsdp 2 x mesh.expert 2 x mesh.tensor 1 = 4 devices, "
+                                      "but there are 8; set one axis to -1 to use them all"),
+    (MeshConfig(expert=3), 8, "by mesh.data 1 x mesh.expert 3 x mesh.tensor 1 = 3 (8 = 3 x 2 + 2); change those sizes"),
+    (MeshConfig(expert=0), 8, "mesh.expert: 0 is not a size; write 1 or more, or -1 for the devices that are left"),
     (MeshConfig(data=2, fsdp=2), 8, "mesh: mesh.data 2 x mesh.fsdp 2 x mesh.tensor 1 = 4 devices, but there are 8"),
     (MeshConfig(data=2, fsdp=8), 8, "= 16 devices, but there are 8; set one axis to -1"),
     (MeshConfig(data=-1), 8, "mesh.fsdp: only one axis may be -1"),
@@ -258,11 +331,24 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_arithmetic(mes
     ({"train__gradient_accumulation_steps": 4}, 4, "train.global_batch",
      "train.global_batch 8 / train.gradient_accumulation_steps 4 = 2 sequences a micro-batch, which mesh.data 1 x "
      "mesh.fsdp 4 = 4 does not divide (2 = 4 x 0 + 2); set train.global_batch to 16, or other mesh sizes"),
+    ({**MOE, "mesh__fsdp": 1, "mesh__expert": 3, "model__d_model": 96, "train__global_batch": 9}, 3, "mesh.expert",
+     "model.moe.experts 8 is not divisible by mesh.expert 3 (8 = 3 x 2 + 2); set mesh.expert to 1 or 2, or change "
+     "model.moe.experts"),
+    ({**MOE, "mesh__expert": -1, "model__moe__experts": 6}, 4, "mesh.expert",
+     "model.moe.experts 6 is not divisible by mesh.expert 4 (-1 on 4 devices) (6 = 4 x 1 + 2); set mesh.expert to 1, 2 "
+     "or 3, or change model.moe.experts"),
+    ({**MOE, "model__moe__d_expert": 18, "mesh__tensor": 4}, 4, "mesh.tensor",
+     "model.moe.d_expert 18 is not divisible by mesh.tensor 4 (18 = 4 x 4 + 2); set mesh.tensor to 1, 2 or 3, or"),
+    ({**MOE, "model__d_model": 68, "mesh__fsdp": 4, "mesh__expert": 2}, 8, "mesh.expert",
+     "model.d_model 68 is not divisible by mesh.fsdp 4 x mesh.expert 2 = 8 (68 = 8 x 8 + 4); change those sizes"),
+    ({**MOE, "train__global_batch": 6, "mesh__expert": 2, "mesh__fsdp": 2}, 4, "train.global_batch",
+     "which mesh.data 1 x mesh.fsdp 2 x mesh.expert 2 = 4 does not divide (6 = 4 x 1 + 2); set train.global_batch to 4 "
+     "or 8, or other mesh sizes"),
     ({"train__global_batch": 6, "mesh__data": 2, "mesh__fsdp": 2}, 4, "train.global_batch",
      "which mesh.data 2 x mesh.fsdp 2 = 4 does not divide"),
 ])
 def test_sizes_that_do_not_divide_over_the_mesh_are_named_with_both_keys(change, n_devices, key, message):
-    change = change if "mesh__tensor" not in change else {**change, "mesh__fsdp": 1}
+    change = change if not {"mesh__tensor", "mesh__expert"} & set(change) else {"mesh__fsdp": 1, **change}
     [(found_key, found)] = mesh_problems(changed(**change), n_devices)
     assert found_key == key
     assert message in found
@@ -271,6 +357,7 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_named_with_both_keys(change,
 
 @pytest.mark.parametrize(("change", "n_devices"), [
     ({}, 1), ({}, 2), ({}, 8), ({"mesh__data": 2, "mesh__tensor": 2}, 8), ({"mesh__tensor": 4}, 4),
+    ({**MOE, "mesh__expert": 2, "mesh__fsdp": 2, "mesh__tensor": 2}, 8), ({"mesh__expert": 2}, 8),
     ({"model__n_kv_heads": 2, "mesh__tensor": 2}, 2), ({"train__gradient_accumulation_steps": 8}, 1),
     ({"train__gradient_accumulation_steps": 2}, 4),
     ({"train__gradient_accumulation_steps": 3}, 8),  # reported by `problems`, once
