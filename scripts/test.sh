@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Makes the environment with the test tools, then runs the linter and the tests.
-#   scripts/test.sh [pytest arguments ...]     default: tests -n 2 --dist loadgroup
+#   scripts/test.sh [pytest arguments ...]     default: tests -n 2
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
 # TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case "${1:-}" in -h | --help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
-[ $# -gt 0 ] || set -- tests -n 2 --dist loadgroup
+[ $# -gt 0 ] || set -- tests -n 2
 
 ensure_environment requirements-test.lock
 if [ "${TORCH:-}" = 1 ]; then

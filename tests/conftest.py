@@ -47,6 +47,20 @@ def runs(tmp_path: Path, prepared_text: Path) -> Runs:
     return Runs(tmp_path, prepared_text)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from tests.work_units import ByUnit
+
+    return ByUnit(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # one of several processes
+        from tests.work_units import rank, unit
+
+        items.sort(key=lambda item: rank(unit(item.nodeid)))
+
+
 def pytest_addoption(parser):
     parser.addoption("--oracle-cases", metavar="DIR",
                      help="replay every case of the reference found in DIR, instead of those in tests/oracles/cases")

@@ -76,7 +76,7 @@ def test_quickstart_from_another_folder_installs_nothing_twice(tmp_path: Path, r
 def test_test_script_lints_then_tests_and_reports_failure(tmp_path: Path, ready_venv: Path):
     done = run("scripts/test.sh", tmp_path, VENV=str(ready_venv))
     ran = [line for line in done.stdout.splitlines() if not line.startswith("==")]
-    assert (done.returncode, ran) == (0, ["ruff check .", "python -m pytest tests -n 2 --dist loadgroup"])
+    assert (done.returncode, ran) == (0, ["ruff check .", "python -m pytest tests -n 2"])
     failed = run("scripts/test.sh", tmp_path, VENV=str(ready_venv), FAKE_STATUS="5")
     assert failed.returncode == 1
     assert "pytest failed (exit status 5)" in failed.stderr
