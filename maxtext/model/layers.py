@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.architecture import ModelConfig, RopeScalingConfig
+from maxtext.config.architecture import Activation, ModelConfig, RopeScalingConfig
 from maxtext.parallel.sharding import Param, gather, spec
+
+CLIP, SLOPE = 7.0, 1.702  # of clamped_swish (gpt-oss, 2025)
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float, dims: int = 1) -> jax.Array:
@@ -89,6 +91,16 @@ def apply_rope(x: jax.Array, rope: Rope) -> jax.Array:
     cos, sin = (table.reshape(*table.shape[:-1], *(1,) * (x.ndim - 3), table.shape[-1]) for table in rope)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def activate(gate: jax.Array, up: jax.Array, kind: Activation) -> jax.Array:
+    """The gated hidden state of a feed-forward: SwiGLU, GeGLU (Shazeer 2020), or gpt-oss's clipped form of SwiGLU."""
+    if kind == "silu":
+        return jax.nn.silu(gate) * up
+    if kind == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    gate, up = jnp.minimum(gate, CLIP), jnp.clip(up, -CLIP, CLIP)
+    return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
 
 
 @flax.struct.dataclass
