@@ -12,9 +12,7 @@ import jax
 
 from maxtext.config.schema import Config, ModelConfig
 from maxtext.config.validate import BATCH_AXES
-from maxtext.model.attention import attention_params
 from maxtext.model.decoder import decoder_params
-from maxtext.model.layers import mlp_params
 from maxtext.parallel.sharding import Param, is_param, spec
 
 STATE_BYTES = 12  # a parameter and its two moments, float32
@@ -38,29 +36,36 @@ def _params(tree: object) -> list[Param]:
     return jax.tree.leaves(tree, is_leaf=is_param)
 
 
-def count_params(cfg: ModelConfig) -> int:
-    """All trainable parameters."""
-    return sum(math.prod(p.shape) for p in _params(decoder_params(cfg)))
+def _size(p: Param, cfg: ModelConfig, active: bool) -> int:
+    """Numbers of an array that gradients train; with `active` those that one token uses."""
+    size = math.prod(p.shape) if p.trained else 0
+    return size // cfg.moe.experts * cfg.moe.top_k if active and "expert" in p.dims else size
 
 
-def count_non_embedding(cfg: ModelConfig) -> int:
-    """Parameters without the input embedding; the LM head counts."""
-    return count_params(cfg) - math.prod(decoder_params(cfg).embed.shape)
+def count_params(cfg: ModelConfig, active: bool = False) -> int:
+    """All trainable parameters; with `active` those that one token uses: `moe.top_k` of the experts, and all else."""
+    return sum(_size(p, cfg, active) for p in _params(decoder_params(cfg)))
+
+
+def count_non_embedding(cfg: ModelConfig, active: bool = False) -> int:
+    """`count_params` without the input embedding; the LM head counts, unless it is the embedding."""
+    return count_params(cfg, active) - math.prod(decoder_params(cfg).embed.shape)
 
 
 def flops_per_token(cfg: ModelConfig, length: int) -> int:
     """Training FLOPs (forward and backward) of one token in a sequence of `length`, by OLMo-core's count.
 
-    Six a weight of each matmul, QK-norm gains and the final norm included, other norms and the embedding not; attention
-    is charged the positions that a query sees on average, w - w (w - 1) / 2T with w = min(window, T); no recomputation
-    (OLMo-core 3.0.0 `num_flops_per_token`).
+    Six a parameter of attention, feed-forward, final norm and LM head, of experts only for those that the token uses;
+    norms of blocks and the embedding are not counted. Attention is charged the positions that a query sees on average,
+    w - w (w - 1) / 2T with w = min(window, T), with six for each number of the key and of the value there; no
+    recomputation (OLMo-core 3.0.0 `num_flops_per_token`).
     """
-    attention = sum(math.prod(p.shape) for p in _params(attention_params(cfg)))
-    feed_forward = sum(math.prod(p.shape) for p in _params(mlp_params(cfg)))
+    blocks = [block for segment in decoder_params(cfg).segments for block in segment]
+    weights = sum(_size(p, cfg, active=True) for block in blocks for p in _params((block.attention, block.mlp)))
     head = cfg.d_model * cfg.vocab_size + cfg.d_model
     seen = [min(window or length, length) for window in cfg.layer_windows]
     pairs = sum(w * (2 * length - w + 1) for w in seen)  # 2 T times the sum over layers of visible positions
-    return 6 * (cfg.n_layers * (attention + feed_forward) + head) + 6 * cfg.n_heads * cfg.head_width * pairs // length
+    return 6 * (weights + head) + 3 * cfg.n_heads * (cfg.head_width + cfg.value_width) * pairs // length
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -86,8 +91,8 @@ class Memory:
 def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     """Estimates the training memory of one device.
 
-    Activations are what the backward pass keeps of each block under `train.remat`, plus one block's full set of
-    intermediates, which is alive while that block is differentiated.
+    Activations are what the backward pass keeps of each block under `train.remat`, plus the largest block's full set of
+    intermediates, which is alive while that block is differentiated. Experts are taken to be evenly loaded.
 
     Args:
       mesh_shape: size of each mesh axis.
@@ -96,10 +101,12 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     batch_ways = math.prod(mesh_shape[axis] for axis in BATCH_AXES)
     tokens = cfg.batch_tokens // cfg.train.gradient_accumulation_steps // batch_ways
     width = 2 if cfg.train.compute_dtype == "bfloat16" else 4
-    tags, everything = _block_activations(cfg.model, mesh_shape["tensor"])
-    remat = cfg.train.remat
-    kept = {"none": everything, "full": 0, "names": sum(tags[name] for name in remat.save)}[remat.mode]
-    per_token = cfg.model.n_layers * (kept + cfg.model.d_model) + everything
+    blocks = {routed: _block_activations(cfg.model, mesh_shape["tensor"], routed) for routed in cfg.model.routed_layers}
+    remat, per_token = cfg.train.remat, max(everything for _, everything in blocks.values())
+    for routed in cfg.model.routed_layers:
+        tags, everything = blocks[routed]
+        kept = {"none": everything, "full": 0, "names": sum(tags[name] for name in remat.save)}[remat.mode]
+        per_token += kept + cfg.model.d_model
     chunk = min(cfg.train.loss_chunk_tokens, tokens)
     return Memory(
         weights=sharded,
@@ -119,16 +126,25 @@ def _shard_bytes(p: Param, mesh_shape: dict[str, int]) -> int:
     return 4 * -(-math.prod(p.shape) // ways)
 
 
-def _block_activations(cfg: ModelConfig, tensor: int) -> tuple[dict[str, int], int]:
+def _block_activations(cfg: ModelConfig, tensor: int, routed: bool) -> tuple[dict[str, int], int]:
     """Values a token that each tagged activation of a block holds on one device, and those of the whole block."""
-    queries, keys = cfg.n_heads * cfg.head_width // tensor, cfg.kv_heads * cfg.head_width // tensor
-    hidden = cfg.d_ff // tensor
+    queries, attended, latent = cfg.n_heads * cfg.head_width, cfg.n_heads * cfg.value_width, cfg.latent
+    keys = cfg.kv_heads * cfg.head_width
+    if latent.kv_rank is None:
+        projected, compressed = queries + 2 * keys, 0
+    else:
+        projected = queries + cfg.n_heads * (latent.nope_dim + latent.value_dim)
+        compressed = latent.kv_rank + latent.rope_dim + (latent.q_rank or 0)
+    hidden, exchanged = cfg.d_ff or 0, 0
+    if routed:
+        hidden = (cfg.moe.d_expert or 0) * (cfg.moe.top_k + cfg.moe.shared_experts)
+        exchanged = 2 * cfg.moe.top_k * cfg.d_model + cfg.moe.experts  # inputs and outputs of experts, scores
     tags = {
-        "qkv": queries + 2 * keys,
-        "attention": queries,
+        "qkv": projected // tensor,
+        "attention": attended // tensor,
         "attention_out": cfg.d_model,
-        "gate_up": 2 * hidden,
+        "gate_up": 2 * hidden // tensor,
         "mlp_out": cfg.d_model,
     }
-    rotated, normed_branches, activated = queries + keys, 3 * cfg.d_model, hidden
-    return tags, sum(tags.values()) + rotated + normed_branches + activated
+    rotated, normed_branches, activated = (queries + keys) // tensor, 3 * cfg.d_model, hidden // tensor
+    return tags, sum(tags.values()) + rotated + normed_branches + activated + compressed + exchanged
