@@ -1,4 +1,4 @@
-"""The experts of a routed layer on their tokens: assignments sorted by expert, then grouped matmuls. Nothing is dropped.
+"""The experts of a routed layer on their tokens: assignments sorted by expert, then grouped matmuls.
 
 All functions work on one device's own part. Hidden width may be split over the tensor axis: results are then partial
 sums over it.
