@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.architecture import ModelConfig
-from maxtext.model.experts import Experts, run_experts
+from maxtext.model.dispatch import run_distributed
+from maxtext.model.experts import Experts
 from maxtext.model.layers import Mlp, mlp
 from maxtext.model.router import (
     TOKEN_AXES,
@@ -108,12 +109,11 @@ def _local(p: Moe, x_BTD: jax.Array, real_BT: jax.Array | None, prior_E: jax.Arr
 
 def _routed(p: Moe, x_ND: jax.Array, chosen: Assignments, cfg: ModelConfig) -> jax.Array:
     tensor = RULES["mlp"]
-    assert jax.lax.axis_size("expert") == 1, "experts are not split over devices yet"
     experts = Experts(_whole(p.gate_up, "expert_embed", 1), _whole(p.down, "expert_embed", 2), p.gate_up_bias,
                       p.down_bias)
     # Typed as different over the tensor axis at once: gradients are then summed over it once a token.
     x_ND, chosen = vary((x_ND, chosen), frozenset((*TOKEN_AXES, tensor)))
-    return jax.lax.psum(run_experts(experts, x_ND, chosen, cfg.activation), tensor)
+    return jax.lax.psum(run_distributed(experts, x_ND, chosen, cfg.activation), tensor)
 
 
 def _whole(weight: jax.Array, dim: str, axis: int) -> jax.Array:

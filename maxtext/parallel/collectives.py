@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
@@ -20,3 +22,38 @@ def vary(tree: Any, axes: frozenset[str]) -> Any:
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 
     return jax.tree.map(cast, tree)
+
+
+def exchange(x_PR: jax.Array, sent_P: jax.Array | None, came_P: jax.Array | None, axis: str) -> jax.Array:
+    """Row p of (P, R, ...) goes to device p of the axis; row p of the result came from there.
+
+    Args:
+      sent_P, came_P: int32 numbers of entries of each row that matter, here and in the result. What stands in the
+        others is not defined. None: all matter.
+    """
+    if sent_P is None or came_P is None:
+        return jax.lax.all_to_all(x_PR, axis, split_axis=0, concat_axis=0, tiled=True)
+    return _exchange(axis, x_PR, sent_P, came_P)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchange(axis: str, x_PR: jax.Array, sent_P: jax.Array, came_P: jax.Array) -> jax.Array:
+    """Where the platform can, only what matters is sent; XLA's CPU back end cannot."""
+
+    def dense(x_PR: jax.Array, sent_P: jax.Array, came_P: jax.Array) -> jax.Array:
+        return exchange(x_PR, None, None, axis)
+
+    def ragged(x_PR: jax.Array, sent_P: jax.Array, came_P: jax.Array) -> jax.Array:
+        devices, message = x_PR.shape[:2]
+        first_P = jnp.arange(devices, dtype=jnp.int32) * message
+        theirs_P = jnp.full(devices, jax.lax.axis_index(axis) * message, jnp.int32)
+        flat = x_PR.reshape(devices * message, *x_PR.shape[2:])
+        out = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), first_P, sent_P, theirs_P, came_P, axis_name=axis)
+        return out.reshape(x_PR.shape)
+
+    return jax.lax.platform_dependent(x_PR, sent_P, came_P, cpu=dense, default=ragged)
+
+
+_exchange.defvjp(
+    lambda axis, x_PR, sent_P, came_P: (_exchange(axis, x_PR, sent_P, came_P), (sent_P, came_P)),
+    lambda axis, sizes, dy_PR: (_exchange(axis, dy_PR, sizes[1], sizes[0]), None, None))
