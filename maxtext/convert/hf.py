@@ -31,8 +31,10 @@ from maxtext.config.schema import (
     SourceConfig,
     TrainConfig,
 )
+from maxtext.config.validate import problems
 from maxtext.convert import ConvertError, safetensors
-from maxtext.convert.families import Family, family_for, family_of, read_model, write_config
+from maxtext.convert.config_json import Family, read_model, write_config
+from maxtext.convert.families import family_for, family_of
 from maxtext.convert.mapping import Place, assemble, check_tensors, pieces, places
 from maxtext.convert.saved import PARAMS, TOKENIZER, Saved
 from maxtext.convert.torch_files import open_bins
@@ -167,14 +169,16 @@ def open_source(path: str, out: str, note: Callable[[str], None]) -> Source:
     folder = open_folder(path)
     family = family_of(folder.config, str(folder.path / "config.json"))
     model = read_model(family, folder.config, str(folder.path / "config.json"))
-    wanted = places(family.rules_of(model), model)
-    tensors = _without_tied_head(folder, model)
-    _refuse_types(folder.path, tensors)
-    ignored = check_tensors(wanted, {name: tensor.shape for name, tensor in tensors.items()}, path, family.ignored)
-    if ignored:
-        note(f"ignored {len(ignored)} tensors that are computed, not learned: {ignored[0]} ...")
     ids = {key: _one_id(folder.config.get(f"{key}_token_id")) for key in ("eos", "pad")}
     cfg = converted_config(model, folder.dtype, out, int(folder.config.get("max_position_embeddings") or 0), **ids)
+    _refuse_model(cfg, str(folder.path / "config.json"))
+    wanted = places(family.rules, model)
+    tensors = _without_tied_head(folder, model)
+    ignored = check_tensors(wanted, {name: tensor.shape for name, tensor in tensors.items()}, path,
+                            family.ignored_of(model))
+    _refuse_types(folder.path, {name: tensor for name, tensor in tensors.items() if name in wanted})
+    if ignored:
+        note(f"left out {len(ignored)} tensors that this model does not use: {ignored[0]} ...")
     return Source(folder, cfg, wanted, tensors, {"converted": {
         "from": "transformers", "family": family.name, "dtype": folder.dtype, "config": folder.config}})
 
@@ -195,10 +199,23 @@ def import_folder(path: str, out: str, note: Callable[[str], None]) -> Config:
     return source.cfg
 
 
+def _refuse_model(cfg: Config, where: str) -> None:
+    """ConvertError when the rules of our own configs forbid the model."""
+    wrong = [text for key, text in problems(cfg) if key.startswith("model.")]
+    if wrong:
+        raise ConvertError("\n  ".join([f"{where}: this model cannot be converted; nothing was written:", *wrong]))
+
+
 def _without_tied_head(folder: Folder, model: ModelConfig) -> dict[str, Tensor]:
-    """The tensors without a head that only repeats the embedding; ConvertError when it does not."""
+    """The tensors without a head that only repeats the embedding.
+
+    ConvertError when it does not, or when embeddings are not tied and there is no head.
+    """
     tensors = dict(folder.tensors)
     head, embed = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if not model.tie_embeddings and head is None and embed is not None:
+        raise ConvertError(f"{folder.path}: missing: lm_head.weight, though its config.json says that embeddings are "
+                           "not tied; set tie_word_embeddings to true if they are")
     if model.tie_embeddings and head is not None and embed is not None:
         if head.shape != embed.shape or not np.array_equal(_bits(head.read()), _bits(embed.read())):
             raise ConvertError(f"{folder.path}: config.json says tie_word_embeddings, but lm_head.weight is not "
@@ -213,7 +230,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 def _refuse_types(path: Path, tensors: Mapping[str, Tensor]) -> None:
     wrong = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items()
-             if tensor.dtype not in WEIGHT_DTYPES.values() and not name.endswith("inv_freq")]
+             if tensor.dtype not in WEIGHT_DTYPES.values()]
     if wrong:
         raise ConvertError("\n  ".join([f"{path}: weights must be {', '.join(WEIGHT_DTYPES)}; dequantise it first:",
                                         *wrong[:20]]))
@@ -311,7 +328,7 @@ def export_folder(saved: Saved, path: str, dtype: str | None, shard_bytes: int, 
     dtype = dtype or (origin.get("dtype") if origin.get("dtype") in ("float32", "bfloat16") else "float32")
     model = saved.cfg.model
     family = family_for(model, origin.get("family"))
-    wanted = places(family.rules_of(model), model)
+    wanted = places(family.rules, model)
     rows = model.vocab_size if vocabulary is None else vocabulary
     shapes = {place.name: tuple(rows if i == 0 and is_vocabulary(place) else size for i, size in enumerate(place.shape))
               for place in wanted.values()}
@@ -327,7 +344,7 @@ def export_folder(saved: Saved, path: str, dtype: str | None, shard_bytes: int, 
         Path(partial, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         copied = _export_tokenizer(saved, Path(partial))
         written = open_folder(partial)  # the exactly-once check of what lies on disk now
-        trimmed = places(family.rules_of(model), dataclasses.replace(model, vocab_size=rows))
+        trimmed = places(family.rules, dataclasses.replace(model, vocab_size=rows))
         check_tensors(trimmed, {name: tensor.shape for name, tensor in written.tensors.items()}, partial)
         os.rename(partial, path)
     except BaseException:

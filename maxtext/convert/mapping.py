@@ -4,7 +4,9 @@ A table is a list of `Rule`s. A rule is reversible by construction, since it is 
 and a slice; so one line serves import and export, weights and Adam moments alike. The unit of work is a *piece*: one
 layer's share of one stacked array (or a whole array outside the blocks), so that memory is bounded by one of those.
 
-Dims: D model width, V vocabulary, F feed-forward width, K key/value heads, G query heads of one, H head width.
+Dims: D model width, V vocabulary, F feed-forward width, K key/value heads, G query heads of one, H head width. Mixture
+of experts: E experts, X width of one, S width of the shared ones, P the pair of gate and up. Latent attention: Q width
+of compressed queries, C of compressed keys and values, N part of a head without positions, R rotary part, W value.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ class Rule:
     """One kind of tensor.
 
     Attributes:
-      name: its name in the other format; `{layer}` stands for the number of the layer, and such a rule is of a block.
+      name: its name in the other format; `{layer}` stands for the number of the layer, and such a rule is of a block;
+        `{expert}` for the number of the expert.
       theirs: its dims there; dims in brackets are one dim that runs over them, the last one fastest: "(K G H) D".
-      leaf: our array, named inside `Block` for a rule of a block, inside `Decoder` otherwise.
+        "N+R" is one dim as long as both together.
+      leaf: our array, named inside `Block` for a rule of a block, inside `Decoder` otherwise. The rule applies where
+        there is such an array with as many dims: in routed blocks, in dense ones, or in a model with a head of its own.
       ours: the dims of that array, in its order, and the slice that the tensor fills: "G" is the whole dim, ":G" its
-        first G entries, "-2" its last entry but one. It has the dims of `theirs` in any order.
+        first G entries, "-2" its last entry but one, "{expert}" that of the expert. It has the dims of `theirs` in any
+        order.
     """
 
     name: str
@@ -79,20 +85,24 @@ def places(rules: Iterable[Rule], model: ModelConfig) -> dict[str, Place]:
     The exactly-once check of the table itself is here: AssertionError unless every entry of every array of the model is
     filled by exactly one tensor.
     """
-    sizes = {"D": model.d_model, "V": model.vocab_size, "F": model.d_ff, "K": model.kv_heads,
-             "G": model.n_heads // model.kv_heads, "H": model.head_width}
+    sizes = _sizes(model)
     declared = decoder_params(model)
     arrays: dict[str, Param] = dict(zip(jax.tree.leaves(leaf_names(declared)),
                                         jax.tree.leaves(declared, is_leaf=is_param), strict=True))
+    layers = layer_places(model)
     found: dict[str, Place] = {}
     for rule in rules:
-        if "{layer}" in rule.name:
-            for layer, (prefix, repeat) in enumerate(layer_places(model)):
-                leaf = f"{prefix}.{rule.leaf}"
-                piece = Piece(leaf, repeat, arrays[leaf].shape[1:])
-                _add(found, _place(rule, rule.name.format(layer=layer), piece, sizes))
-        else:
-            _add(found, _place(rule, rule.name, Piece(rule.leaf, None, arrays[rule.leaf].shape), sizes))
+        homes = [(layer, f"{prefix}.{rule.leaf}", repeat) for layer, (prefix, repeat) in enumerate(layers)]
+        for layer, leaf, repeat in homes if "{layer}" in rule.name else [(None, rule.leaf, None)]:
+            if leaf not in arrays:
+                continue
+            piece = Piece(leaf, repeat, arrays[leaf].shape[0 if repeat is None else 1:])
+            if len(piece.shape) != len(rule.ours.split()):
+                continue
+            for expert in range(model.moe.experts) if "{expert}" in rule.name else [None]:
+                place = _place(rule, piece, sizes, layer, expert)
+                assert place.name not in found, f"two rules give {place.name}"
+                found[place.name] = place
     _check_coverage(found.values(), arrays)
     order = {leaf: number for number, leaf in enumerate(arrays)}
     return {place.name: place for place in
@@ -108,32 +118,37 @@ def layer_places(model: ModelConfig) -> list[tuple[str, int]]:
     return found
 
 
-def _add(found: dict[str, Place], place: Place) -> None:
-    assert place.name not in found, f"two rules give {place.name}"
-    found[place.name] = place
+def _sizes(model: ModelConfig) -> dict[str, int]:
+    """The length of each dim that the model has."""
+    moe, latent = model.moe, model.latent
+    sizes = {"D": model.d_model, "V": model.vocab_size, "F": model.d_ff, "K": model.kv_heads,
+             "G": model.n_heads // model.kv_heads, "H": model.head_width, "P": 2, "E": moe.experts, "X": moe.d_expert,
+             "S": moe.shared_experts * (moe.d_expert or 0), "Q": latent.q_rank, "C": latent.kv_rank,
+             "N": latent.nope_dim, "R": latent.rope_dim, "W": model.value_width}
+    return {dim: size for dim, size in sizes.items() if size is not None}
 
 
-def _place(rule: Rule, name: str, piece: Piece, sizes: Mapping[str, int]) -> Place:
+def _place(rule: Rule, piece: Piece, sizes: Mapping[str, int], layer: int | None, expert: int | None) -> Place:
     groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", rule.theirs)]
     theirs = [dim for group in groups for dim in group]
-    tokens = rule.ours.split()
-    assert len(tokens) == len(piece.shape), f"{rule.leaf} has {len(piece.shape)} dims, not {rule.ours!r}"
-    ours, index = [], []
-    for token, size in zip(tokens, piece.shape, strict=True):
+    long = {dim: sum(sizes[part] for part in dim.split("+")) for dim in theirs}
+    ours: list[str] = []
+    index: list[slice | int] = []
+    for token, size in zip(rule.ours.split(), piece.shape, strict=True):
         dim = token.lstrip(":")
-        if dim in sizes:
-            assert token.startswith(":") or sizes[dim] == size, f"{rule.leaf}: {rule.ours!r} is not {piece.shape}"
+        if dim in long:
+            assert token.startswith(":") or long[dim] == size, f"{rule.leaf}: {rule.ours!r} is not {piece.shape}"
             ours.append(dim)
-            index.append(slice(0, sizes[dim]) if token.startswith(":") else slice(None))
+            index.append(slice(0, long[dim]) if token.startswith(":") else slice(None))
         else:
-            index.append(int(token) % size)
+            index.append(int(token.format(expert=expert)) % size)
     assert sorted(ours) == sorted(theirs), f"{rule.name}: {rule.theirs!r} and {rule.ours!r} have different dims"
     return Place(
-        name=name,
-        shape=tuple(math.prod(sizes[dim] for dim in group) for group in groups),
+        name=rule.name.format(layer=layer, expert=expert),
+        shape=tuple(math.prod(long[dim] for dim in group) for group in groups),
         piece=piece,
         index=tuple(index),
-        dims=tuple(sizes[dim] for dim in theirs),
+        dims=tuple(long[dim] for dim in theirs),
         order=tuple(theirs.index(dim) for dim in ours),
     )
 

@@ -70,7 +70,7 @@ def import_checkpoint(path: str, out: str, config: str | None, note: Callable[[s
     root = inside.parent if inside.name == FOLDER else inside
     source = Distributed(str(inside))
     cfg = _config(root, out, config)
-    wanted = places(_rules_of(cfg.model), cfg.model)
+    wanted = places(RULES, cfg.model)
     trees = WEIGHTS | (MOMENTS if any(name.startswith("optim.state.") for name in source.shapes) else {})
     _check(wanted, source, trees, str(inside))
     count = _adam_count(wanted, source) if len(trees) > 1 else None
@@ -103,12 +103,6 @@ def import_checkpoint(path: str, out: str, config: str | None, note: Callable[[s
 
 def _reader(source: Distributed, form: str) -> Callable[[str], np.ndarray]:
     return lambda name: source.read(form.format(name))
-
-
-def _rules_of(model: ModelConfig) -> tuple[Rule, ...]:
-    absent = {"head"} if model.tie_embeddings else set()
-    absent |= {"attention.q_norm", "attention.k_norm"} if model.qk_norm == "none" else set()
-    return tuple(rule for rule in RULES if rule.leaf not in absent)
 
 
 def _check(wanted: Mapping[str, Place], source: Distributed, trees: Mapping[str, str], where: str) -> None:

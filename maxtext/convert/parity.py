@@ -276,7 +276,7 @@ def compare_weights(saved: Saved, folder: Folder) -> list[dict[str, Any]]:
     rows = int(folder.config.get("vocab_size", model.vocab_size))
     different: list[dict[str, Any]] = []
     leaf_name, leaf = "", np.empty(0)
-    for place in places(family.rules_of(model), model).values():
+    for place in places(family.rules, model).values():
         if leaf_name != place.piece.leaf:
             leaf_name, leaf = place.piece.leaf, saved.leaf(PARAMS + place.piece.leaf)
         piece = leaf if place.piece.repeat is None else leaf[place.piece.repeat]

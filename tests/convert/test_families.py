@@ -1,12 +1,15 @@
 """config.json in and out: both spellings of rotary settings, and refusal of whatever would change the arithmetic."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from maxtext.config.architecture import RopeScalingConfig
+from maxtext.config.architecture import LatentConfig, MoeConfig, RopeScalingConfig
+from maxtext.config.load import load
 from maxtext.convert import ConvertError, rope
-from maxtext.convert.families import FAMILIES, family_for, family_of, read_model, write_config
+from maxtext.convert.config_json import read_model, structure, write_config
+from maxtext.convert.families import FAMILIES, family_for, family_of
 from tests.convert.folders import FAMILIES as FOLDERS
 from tests.convert.folders import HF
 from tests.tiny import tiny_model
@@ -16,7 +19,15 @@ BASE = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "
         "tie_word_embeddings": False}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 OURS = RopeScalingConfig(kind="yarn", factor=8.0, original_length=16)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+# What the publishers' config.json say, by the name of our configs/models/*.yml.
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 8,
+            "first_k_dense_replace": 1, "kv_lora_rank": 16, "n_group": 4, "topk_group": 2}
 
 
 def model_of(kind, **keys):
@@ -51,26 +62,79 @@ def test_a_written_config_says_what_the_read_one_said(name):
     ("llama", {"rope_theta": 1e5, "rope_scaling": {**YARN, "rope_type": None, "type": "yarn"}}, 1e5, OURS),
     ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e5, "original_max_position_embeddings": None}}, 1e5,
      RopeScalingConfig(kind="yarn", factor=8.0, original_length=64)),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5,
+     RopeScalingConfig(kind="llama3", factor=8.0, original_length=16, beta_fast=4.0, beta_slow=1.0)),
+    ("llama", {"rope_parameters": {**LINEAR, "rope_theta": 2e5}}, 2e5, RopeScalingConfig(kind="linear", factor=4.0)),
+    ("qwen2", {"rope_scaling": {**YARN, "truncate": False}}, 1e4,
+     RopeScalingConfig(kind="yarn", factor=8.0, original_length=16, truncate=False)),
+    ("deepseek_v3", {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}, 1e4,
+     RopeScalingConfig(kind="yarn", factor=8.0, original_length=16, mscale=0.7, mscale_all_dim=0.5)),
+    ("mistral", {"rope_scaling": YARN, "sliding_window": 8}, 1e4,
+     RopeScalingConfig(kind="yarn", factor=8.0, original_length=16, window_layers=True)),
+    ("mistral", {"rope_scaling": YARN, "sliding_window": None}, 1e4, OURS),
+    ("gpt_oss", {"num_local_experts": 4}, 150000.0,
+     RopeScalingConfig(kind="yarn", factor=32.0, original_length=4096, truncate=False, window_layers=True)),
+    ("gemma3_text", {}, 1e6, RopeScalingConfig()),
+    ("gemma3_text", {"rope_theta": 5e5, "rope_scaling": LINEAR}, 5e5, RopeScalingConfig(kind="linear", factor=4.0)),
+    ("olmo3", {"rope_parameters": {"full_attention": {**PLAIN, **YARN}, "sliding_attention": {**PLAIN, **YARN}}}, 5e5,
+     RopeScalingConfig(kind="yarn", factor=8.0, original_length=16, window_layers=True)),
 ])
 def test_rotary_settings_of_both_ages(kind, keys, theta, scaling):
     model = model_of(kind, **keys)
     assert (model.rope_theta, model.rope_scaling) == (theta, scaling)
 
 
+@pytest.mark.parametrize(("kind", "keys", "theta"), [
+    ("gemma3_text", {"sliding_window": 8}, 1e4),
+    ("gemma3_text", {"rope_local_base_freq": 2e4}, 2e4),
+    ("gemma3_text", {"rope_theta": 1e4}, None),
+    ("gemma3_text", {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}, None),
+    ("gemma3_text", {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": {"rope_theta": 3e4}}}, 3e4),
+    ("olmo3", {"rope_theta": 1e4}, None),
+    ("olmo3", {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": {"rope_theta": 1e4}}}, 1e4),
+])
+def test_window_layers_may_have_a_base_of_their_own(kind, keys, theta):
+    model = model_of(kind, **keys)
+    assert model.window_rope_theta == theta
+    assert read_model(FAMILIES[kind], write_config(FAMILIES[kind], model, "float32", 64, {}), "") == model
+
+
 @pytest.mark.parametrize(("kind", "keys", "message"), [
-    ("olmo3", {"attention_bias": True}, "attention_bias is True; only False"),
     ("llama", {"mlp_bias": True}, "mlp_bias is True; only False"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type linear is not supported"),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type longrope is not supported"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic is not supported"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "rope_type linear needs factor"),
+    ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "rope_type llama3 needs low_freq_factor"),
+    ("llama", {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}, "mscale_all_dim 0.7 is not supported"),
+    ("llama", {"rope_scaling": {**PLAIN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("olmo3", {"rope_scaling": {**YARN, "attention_factor": 1.0}}, "attention_factor 1.0 is not supported; 1.207944"),
     ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate False"),
     ("olmo3", {"rope_scaling": {**YARN, "factor": None}}, "needs factor"),
     ("olmo3", {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": {**PLAIN, **YARN}}},
      "sliding layers|sliding_attention: rope_type is yarn"),
-    ("olmo3", {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": {"rope_theta": 1e4}}},
-     "rope_theta is 10000.0 in sliding layers and 500000.0"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 5}, "use_sliding_window is false or sliding_window null"),
+    ("mistral", {"attention_bias": True}, "attention_bias is True; only False"),
+    ("mistral", {"layer_types": ["full_attention"] * 5}, "layer_types is"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'"),
+    ("olmoe", {**MOE, "clip_qkv": 8.0}, "clip_qkv is 8.0; only None"),
+    ("olmoe", {**MOE, "num_experts": 0}, "num_experts is 0; at least 1"),
+    ("mixtral", {"num_experts_per_tok": "absent", "intermediate_size": None}, "intermediate_size is missing"),
+    ("qwen3_moe", {**MOE, "decoder_sparse_step": 2}, "put dense layers after routed ones"),
+    ("qwen3_moe", {**MOE, "mlp_only_layers": [0, 2]}, "put dense layers after routed ones"),
+    ("deepseek_v2", {**DEEPSEEK, "topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+    ("deepseek_v2", {**DEEPSEEK, "norm_topk_prob": True}, "norm_topk_prob is True"),
+    ("deepseek_v2", {**DEEPSEEK, "rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; only 1e-06"),
+    ("deepseek_v2", {**DEEPSEEK, "num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+    ("deepseek_v3", {**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq is 2"),
+    ("deepseek_v3", {**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+    ("deepseek_v3", {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 0.7}}, "only both or neither"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0"),
     ("olmo3", {"layer_types": ["full_attention"] * 4}, "layer_types has 4 entries for 5 layers"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 5}, "layer_types has chunked_attention"),
     ("olmo3", {"sliding_window": None}, "sliding_window is null"),
@@ -89,7 +153,7 @@ def test_all_faults_at_once():
 
 
 def test_an_unknown_family_names_the_tables_there_are():
-    with pytest.raises(ConvertError, match=r"model_type 'olmo' has no conversion table; did it mean olmo[23]\?"):
+    with pytest.raises(ConvertError, match=r"model_type 'olmo' has no conversion table; did it mean olmo[23e]\?"):
         family_of({"model_type": "olmo"}, "config.json")
 
 
@@ -119,20 +183,72 @@ def test_four_layers_of_olmo_3_have_the_tree_of_its_recipes():
     assert model.layer_pattern == (W, W, W, F)
 
 
+# What tells a family from those before it in the table.
+STRUCTURES = {
+    "qwen2": {}, "qwen3": {"use_sliding_window": True, "max_window_layers": 3}, "mistral": {"sliding_window": 8},
+    "gemma3_text": {"query_pre_attn_scalar": 168, "rope_scaling": LINEAR}, "mixtral": {"num_local_experts": 4},
+    "olmoe": MOE | {"num_attention_heads": 4}, "flex_olmo": MOE | {"num_attention_heads": 4},
+    "qwen3_moe": MOE | {"mlp_only_layers": [0, 1]}, "deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False},
+    "gpt_oss": {"num_local_experts": 4, "attention_bias": False},
+}
+
+
 @pytest.mark.parametrize(("model", "family"), [
     (tiny_model(), "olmo3"),
     (tiny_model(layer_pattern=("full",), window=None), "olmo2"),
     (tiny_model(layer_pattern=("full",), window=None, norm_placement="pre", qk_norm="none"), "llama"),
+    *((model_of(kind, **keys), kind) for kind, keys in STRUCTURES.items()),
 ])
 def test_the_family_of_a_model_follows_from_its_structure(model, family):
     assert family_for(model).name == family
     assert family_for(tiny_model(layer_pattern=("full",), window=None), "olmo3").name == "olmo3"
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_ours(name, tmp_path):
+    """As configs/models says, and back; of training alone a config.json says less."""
+    family = family_of(PUBLISHED[name], "")
+    model = read_model(family, PUBLISHED[name], "")
+    run = tmp_path / "run.yml"
+    run.write_text(f"base: [models/{name}]\ndata: {{prepared: x, sequence_length: 64}}\noptim: {{lr: 1e-3}}\n"
+                   "train: {steps: 1, global_batch: 1}\n")
+    assert structure(model) == structure(load(run).model)
+    assert family.cannot_hold(model) == []
+    written = write_config(family, model, "bfloat16", 64, {})
+    assert structure(read_model(family, written, "")) == structure(model)
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"attention_sinks": True}, "model.attention_sinks is True, llama would have False"),
+    ({"attention_scale": 0.5}, "model.attention_scale is 0.5, llama would have 0.35355"),
+    ({"norm_gain": "one_plus_weight"}, "model.norm_gain is one_plus_weight, llama would have weight"),
+    ({"rope_pairs": "neighbours"}, "model.rope_pairs is neighbours"),
+    ({"scale_embeddings": True}, "model.scale_embeddings"),
+    ({"activation": "clamped_swish"}, "model.activation is clamped_swish, llama would have silu"),
+    ({"attention_bias": "qkv"}, "model.attention_bias is qkv, llama would have none"),
+    ({"rope_scaling": RopeScalingConfig(kind="yarn", mscale=0.7, mscale_all_dim=0.7)}, "mscale_all_dim 0.7 is not"),
+    ({"d_ff": None, "moe": MoeConfig(experts=4, d_expert=8)}, "intermediate_size is missing"),
+    ({"latent": LatentConfig(kv_rank=8), "n_kv_heads": None, "head_dim": None}, "model.latent.kv_rank is 8"),
+    ({"layer_pattern": ("window",), "window": 4}, "llama has no sliding windows"),
+])
+def test_every_choice_that_a_family_lacks_is_a_reason(change, reason):
+    model = tiny_model(**{"layer_pattern": ("full",), "window": None, "norm_placement": "pre", "qk_norm": "none",
+                          **change})
+    assert any(reason in why for why in FAMILIES["llama"].cannot_hold(model))
+
+
+def test_what_only_trains_is_no_reason():
+    model = model_of("mixtral", num_local_experts=4)
+    moe = MoeConfig(**{**vars(model.moe), "load_balance_loss": 0.01, "z_loss": 0.001, "capacity_factor": 1.25})
+    assert family_for(type(model)(**{**vars(model), "moe": moe})).name == "mixtral"
+
+
 def test_a_model_that_no_family_has():
     with pytest.raises(ConvertError, match="llama: llama has no sliding windows") as error:
         family_for(tiny_model(norm_placement="pre", qk_norm="none"))
     assert "olmo3: model.norm_placement is pre, olmo3 has post; model.qk_norm is none" in str(error.value)
+    assert "mistral: mistral cannot have windows on these layers alone" in str(error.value)
 
 
 def test_both_kinds_of_layers_are_written():

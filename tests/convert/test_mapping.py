@@ -26,7 +26,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("family", "model"), MODELS)
 def test_every_number_goes_to_one_place_and_back(family, model):
-    found = places(FAMILIES[family].rules_of(model), model)
+    found = places(FAMILIES[family].rules, model)
     count = sum(int(np.prod(place.shape)) for place in found.values())
     numbers = np.random.default_rng(0).permutation(count).astype(np.float32)  # all different, exact in float32
     tensors, start = {}, 0
@@ -55,7 +55,7 @@ def test_layers_are_counted_through_the_segments():
 
 def test_query_head_7_of_8_with_4_groups_is_the_second_of_the_last_group():
     model = tiny_model()  # 8 query heads of width 8, 4 key/value heads
-    place = places(FAMILIES["olmo3"].rules_of(model), model)["model.layers.0.self_attn.q_proj.weight"]
+    place = places(FAMILIES["olmo3"].rules, model)["model.layers.0.self_attn.q_proj.weight"]
     tensor = np.zeros((64, 32), np.float32)
     tensor[7 * 8 + 3, 5] = 1
     at = np.argwhere(place.to_ours(tensor))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from maxtext.convert import safetensors
-from maxtext.convert.families import FAMILIES, write_config
+from maxtext.convert.config_json import write_config
+from maxtext.convert.families import FAMILIES
 from maxtext.convert.mapping import places
 from maxtext.convert.saved import open_saved
 from tests.tiny import tiny_model
@@ -45,7 +46,7 @@ def test_memory_of_import_and_export_is_that_of_one_array(tmp_path):
     model = tiny_model(vocab_size=16384, d_model=1024, n_layers=9, n_heads=16, n_kv_heads=8, head_dim=64, d_ff=3072,
                        window=64)
     family = FAMILIES["olmo3"]
-    shapes = {name: place.shape for name, place in places(family.rules_of(model), model).items()}
+    shapes = {name: place.shape for name, place in places(family.rules, model).items()}
     source, dtype = tmp_path / "source", np.dtype(ml_dtypes.bfloat16)
     source.mkdir()
     with safetensors.Writer(str(source / "model.safetensors"), shapes, dtype) as writer:

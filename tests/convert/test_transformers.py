@@ -16,10 +16,10 @@ from maxtext.convert.commands import run
 from maxtext.model.decoder import Decoder
 from maxtext.train.state import init_state
 from tests.convert.folders import FAMILIES, HF, float32_tensors
+from tests.materials import imported
 from tests.tiny import mesh_of, tiny_config, tiny_model
 
-torch = pytest.importorskip("torch", reason="torch is not installed: TORCH=1 scripts/test.sh installs it")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: see TORCH=1 scripts/test.sh")
+torch, transformers = imported("torch"), imported("transformers")
 
 YARN = RopeScalingConfig(kind="yarn", factor=8.0, original_length=32)
 PLAIN = {"layer_pattern": ("full",), "window": None}

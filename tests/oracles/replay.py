@@ -33,7 +33,8 @@ from maxtext.config.schema import (
     SourceConfig,
     TrainConfig,
 )
-from maxtext.convert.families import family_of, read_model
+from maxtext.convert.config_json import read_model
+from maxtext.convert.families import family_of
 from maxtext.convert.hf import open_folder, read_json
 from maxtext.convert.mapping import assemble, pieces, places
 from maxtext.data.pipeline import make_batches
@@ -129,7 +130,7 @@ def read_weights(folder: Path, seed: int) -> tuple[ModelConfig, Decoder]:
     config = read_json(folder / "config.json")
     family = family_of(config, str(folder))
     model = read_model(family, config, str(folder))
-    wanted = places(family.rules_of(model), model)
+    wanted = places(family.rules, model)
     if (folder / "model.safetensors").exists():
         tensors = open_folder(str(folder)).tensors
         return model, fill(model, wanted, lambda name: tensors[name].read())
