@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from maxtext.config.schema import Config
+from maxtext.config.schema import Config, ModelConfig
 from maxtext.model.cost import STATE_BYTES, count_non_embedding, count_params, flops_per_token, memory_per_device
 from maxtext.model.decoder import segments
 from maxtext.train.schedule import learning_rate
@@ -24,13 +24,30 @@ def model_rows(cfg: Config) -> Rows:
     heads = f"{m.n_heads} heads of {m.head_width}" + (f", {m.kv_heads} key/value heads" if m.n_kv_heads else "")
     flops = flops_per_token(m, cfg.data.sequence_length)
     return [
-        ("model", f"{m.n_layers} layers, width {m.d_model}, {heads}, feed-forward {m.d_ff}, "
-                  f"vocabulary {m.vocab_size:,}"),
+        ("model", f"{m.n_layers} layers, width {m.d_model}, {heads}, {_feed_forward(m)}, vocabulary {m.vocab_size:,}"),
         ("layers", layers),
-        ("parameters", f"{count_params(m):,} ({count_non_embedding(m):,} without the embedding)"),
+        ("parameters", _parameters(m)),
         ("FLOPs", f"{flops / 1e9:,.3f} GFLOP/token at sequence {cfg.data.sequence_length:,}; "
                   f"{flops * cfg.batch_tokens * cfg.train.steps:.3g} FLOP in all"),
     ]
+
+
+def _feed_forward(m: ModelConfig) -> str:
+    dense, moe = m.routed_layers.count(False), m.moe
+    shared = f" and {moe.shared_experts} shared" if moe.shared_experts else ""
+    where = f" in the first {dense}" if moe.experts else ""
+    parts = [f"feed-forward {m.d_ff}{where}"] if dense else []
+    parts += [f"{moe.experts} experts of {moe.d_expert}, {moe.top_k} a token{shared}"] if moe.experts else []
+    return ", ".join(parts)
+
+
+def _parameters(m: ModelConfig) -> str:
+    """All of them and, where there are experts, those that one token uses."""
+    rest = f"{count_non_embedding(m):,} without the embedding"
+    if not m.moe.experts:
+        return f"{count_params(m):,} ({rest})"
+    active = f"{count_params(m, active=True):,} active"
+    return f"{count_params(m):,} ({active}); {rest} ({count_non_embedding(m, active=True):,} active)"
 
 
 def run_rows(cfg: Config) -> Rows:
