@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 
+from maxtext.cli import train
 from maxtext.config.load import CONFIGS, load
 from maxtext.config.schema import ModelConfig
 from maxtext.model.cost import count_non_embedding, count_params, flops_per_token
@@ -125,13 +126,13 @@ MODELS = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml") if not 
                 or "moe" in file.stem)
 
 
-def model(name: str, tmp_path) -> ModelConfig:
-    """A model part, with what makes a run of it."""
-    (tmp_path / "run.yml").write_text(
-        f"base: [models/{name}]\n"
-        "data: {prepared: anywhere, sequence_length: 8192}\n"
-        "optim: {lr: 1e-3}\ntrain: {steps: 1, global_batch: 1}\n")
-    return load(tmp_path / "run.yml").model
+SMALL = ("data.prepared=anywhere", "data.sequence_length=8192", "optim.lr=1e-3", "train.steps=10",
+         "train.global_batch=64")
+
+
+def model(name: str) -> ModelConfig:
+    """A model part, with settings on the command line that make a run of it."""
+    return load(f"models/{name}", SMALL).model
 
 
 def test_every_model_part_has_a_row():
@@ -157,10 +158,23 @@ PLAIN = [name for name in TOTALS if name.startswith(("llama", "mistral", "olmo2"
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_model_part_counts_as_by_hand(name, tmp_path):
-    cfg, hand = model(name, tmp_path), HAND[name]
+def test_a_model_part_counts_as_by_hand(name):
+    cfg, hand = model(name), HAND[name]
     for active in (False, True):
         assert count_params(cfg, active) == hand.parameters(active)
         assert count_non_embedding(cfg, active) == hand.parameters(active) - hand.vocab * hand.width
     for length in (LENGTH, 256):
         assert flops_per_token(cfg, length) == hand.flops(length)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_dry_run_of_a_model_part_prints_the_hand_count(name, capsys):
+    assert train([f"models/{name}", *SMALL, "--dry-run", "--devices", "64"]) == 0
+    out, hand = " ".join(capsys.readouterr().out.split()), HAND[name]
+    whole, active, embedding = hand.parameters(False), hand.parameters(True), hand.vocab * hand.width
+    counts = f"{whole:,} ({whole - embedding:,} without the embedding)"
+    if active != whole:
+        counts = (f"{whole:,} ({active:,} active); {whole - embedding:,} without the embedding "
+                  f"({active - embedding:,} active)")
+    assert f"parameters {counts} FLOPs {hand.flops(8192) / 1e9:,.3f} GFLOP/token at sequence 8,192;" in out
+    assert "mesh data 1, fsdp 64, tensor 1 (planned) memory about" in out
