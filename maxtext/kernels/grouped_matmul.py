@@ -1,6 +1,7 @@
 """Matmul of sorted rows, each by the matrix of its group: the experts of a routed layer.
 
-One function, with back ends for platforms behind it. None of them multiplies a row by a matrix other than its own.
+One function, with a back end for each platform behind it. Where a row stands decides its matrix, so that no row is
+multiplied by the matrices of other groups.
 
 Dims: M row, K width in, N width out, E group, R row of a block.
 """
@@ -8,17 +9,18 @@ Dims: M row, K width in, N width out, E group, R row of a block.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from maxtext.parallel.collectives import vary, varying_axes
+from maxtext.parallel.collectives import platform, untyped, vary, varying_axes
 
-Backend = Literal["blocked", "ragged_dot"]
+Backend = Literal["blocked", "ragged_dot", "megablox", "megablox_interpreted"]
 
+BACKENDS: dict[str, Backend] = {"cpu": "blocked", "tpu": "megablox"}  # of a platform; others: ragged_dot
 BLOCK = 128  # rows of one matmul of the blocked back end
+TILES = (512, 1024, 1024)  # rows, width in and width out of one step of megablox, at most
 
 
 def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, backend: Backend | None = None) -> jax.Array:
@@ -28,25 +30,25 @@ def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, backen
       x_MK: rows sorted by group.
       w_EKN: a matrix for each group, in the dtype of x.
       sizes_E: int32 rows of each group; their sum is at most M. Rows beyond it give zeros, and get zero gradients.
-      backend: how; by default what suits the platform that the program is compiled for.
+      backend: by default the platform's; they differ by rounding only.
 
     Returns:
       (M, N) in the dtype of x; sums are taken in float32. Differentiable in x and w.
     """
-    axes = varying_axes(x_MK, w_EKN, sizes_E)
-    return _grouped(backend, *vary((x_MK, w_EKN, sizes_E), axes))
+    backend = backend or BACKENDS.get(platform(), "ragged_dot")
+    return _grouped(backend, *vary((x_MK, w_EKN, sizes_E), varying_axes(x_MK, w_EKN, sizes_E)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(backend: Backend | None, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _grouped(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return _multiply(backend, x_MK, w_EKN, sizes_E)
 
 
-def _forward(backend: Backend | None, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> tuple:
+def _forward(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> tuple:
     return _multiply(backend, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
 
 
-def _backward(backend: Backend | None, saved: tuple, dy_MN: jax.Array) -> tuple:
+def _backward(backend: Backend, saved: tuple, dy_MN: jax.Array) -> tuple:
     x_MK, w_EKN, sizes_E = saved
     dx_MK = _multiply(backend, dy_MN, w_EKN.swapaxes(1, 2), sizes_E)
     return dx_MK, _outer(backend, x_MK, dy_MN, sizes_E), None
@@ -55,55 +57,56 @@ def _backward(backend: Backend | None, saved: tuple, dy_MN: jax.Array) -> tuple:
 _grouped.defvjp(_forward, _backward)
 
 
-def _multiply(backend: Backend | None, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return _choose(backend, {"blocked": _blocked, "ragged_dot": _ragged_dot}, x_MK, w_EKN, sizes_E)
+def _multiply(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    if backend == "blocked":
+        return _blocked(x_MK, w_EKN, sizes_E)
+    multiply = _ragged_dot if backend == "ragged_dot" else functools.partial(_megablox, backend)
+    # What these leave in rows that are in no group is not the same everywhere.
+    in_group_M1 = jnp.arange(x_MK.shape[0])[:, None] < sizes_E.sum()
+    return jnp.where(in_group_M1, multiply(x_MK, w_EKN, sizes_E), 0)
 
 
-def _outer(backend: Backend | None, x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _outer(backend: Backend, x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """(E, K, N): for each group, the sum over its rows of x times dy, the gradient of its matrix."""
-    return _choose(backend, {"blocked": _blocked_outer, "ragged_dot": _ragged_dot_outer}, x_MK, dy_MN, sizes_E)
+    if backend == "blocked":
+        return _blocked_outer(x_MK, dy_MN, sizes_E)
+    if backend == "ragged_dot":
+        return _ragged_dot_outer(x_MK, dy_MN, sizes_E)
+    return _megablox_outer(backend, x_MK, dy_MN, sizes_E)
 
 
-def _choose(backend: Backend | None, of: dict[str, Callable[..., jax.Array]], *arguments: jax.Array) -> jax.Array:
-    if backend is not None:
-        return of[backend](*arguments)
-    return jax.lax.platform_dependent(*arguments, cpu=of["blocked"], default=of["ragged_dot"])
+# Blocked: a loop over blocks of rows of one group. Each group is rounded up to whole blocks; the loop ends with the
+# last row that is in a group.
 
 
-# Blocked: a loop over blocks of rows of one group. Every group is rounded up to whole blocks, and the loop ends with
-# the last row that is in a group.
+class _Block(NamedTuple):
+    """Rows [first, first + R) of the arrays, of which the `valid` ones are of this group and not in another block."""
+
+    group: jax.Array
+    first: jax.Array
+    valid_R1: jax.Array
 
 
-class _Block:
-    """Rows [first, first + R) of the arrays, of which `valid` belong to this block of `group`."""
-
-    def __init__(self, index: jax.Array, sizes_E: jax.Array, rows: int, total: int):
-        blocks_E = -(-sizes_E // rows)
-        last_E, stop_E = jnp.cumsum(blocks_E), jnp.cumsum(sizes_E)
-        self.group = jnp.searchsorted(last_E, index, side="right", method="compare_all").astype(jnp.int32)
-        stop = stop_E[self.group]
-        start = stop - sizes_E[self.group] + (index - last_E[self.group] + blocks_E[self.group]) * rows
-        self.first = jnp.minimum(start, total - rows)  # a slice never leaves the array
-        row_R = self.first + jnp.arange(rows)
-        self.valid_R1 = ((row_R >= start) & (row_R < stop))[:, None]
-        self.rows = rows
-
-    def read(self, x_MK: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x_MK, self.first, self.rows)
-
-    def write(self, y_MN: jax.Array, new_RN: jax.Array) -> jax.Array:
-        """Rows of other blocks, before or after, are left as they are."""
-        merged_RN = jnp.where(self.valid_R1, new_RN, self.read(y_MN))
-        return jax.lax.dynamic_update_slice_in_dim(y_MN, merged_RN, self.first, axis=0)
+def _block(index: jax.Array, sizes_E: jax.Array, rows: int, total: int) -> _Block:
+    blocks_E = -(-sizes_E // rows)
+    stop_E, block_stop_E = jnp.cumsum(sizes_E), jnp.cumsum(blocks_E)
+    group = (index >= block_stop_E).sum(dtype=jnp.int32)
+    stop = stop_E[group]
+    start = stop - sizes_E[group] + (index - block_stop_E[group] + blocks_E[group]) * rows
+    first = jnp.minimum(start, total - rows)  # a slice never leaves the array
+    row_R = first + jnp.arange(rows)
+    return _Block(group, first, ((row_R >= start) & (row_R < stop))[:, None])
 
 
 def _blocked(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     total, rows = x_MK.shape[0], min(BLOCK, x_MK.shape[0])
 
     def body(index: jax.Array, y_MN: jax.Array) -> jax.Array:
-        block = _Block(index, sizes_E, rows, total)
-        w_KN = jax.lax.dynamic_index_in_dim(w_EKN, block.group, keepdims=False)
-        return block.write(y_MN, block.read(x_MK) @ w_KN)
+        block = _block(index, sizes_E, rows, total)
+        x_RK = jax.lax.dynamic_slice_in_dim(x_MK, block.first, rows)
+        y_RN = x_RK @ jax.lax.dynamic_index_in_dim(w_EKN, block.group, keepdims=False)
+        y_RN = jnp.where(block.valid_R1, y_RN, jax.lax.dynamic_slice_in_dim(y_MN, block.first, rows))
+        return jax.lax.dynamic_update_slice_in_dim(y_MN, y_RN, block.first, axis=0)
 
     zeros_MN = vary(jnp.zeros((total, w_EKN.shape[2]), x_MK.dtype), varying_axes(x_MK))
     return jax.lax.fori_loop(0, (-(-sizes_E // rows)).sum(), body, zeros_MN)
@@ -113,23 +116,21 @@ def _blocked_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax
     total, rows = x_MK.shape[0], min(BLOCK, x_MK.shape[0])
 
     def body(index: jax.Array, dw_EKN: jax.Array) -> jax.Array:
-        block = _Block(index, sizes_E, rows, total)
-        masked_RN = jnp.where(block.valid_R1, block.read(dy_MN), 0)
-        dw_KN = jnp.einsum("rk,rn->kn", block.read(x_MK), masked_RN, preferred_element_type=jnp.float32)
-        return dw_EKN.at[block.group].add(dw_KN)
+        block = _block(index, sizes_E, rows, total)
+        x_RK, dy_RN = (jax.lax.dynamic_slice_in_dim(array, block.first, rows) for array in (x_MK, dy_MN))
+        dy_RN = jnp.where(block.valid_R1, dy_RN, 0)
+        return dw_EKN.at[block.group].add(jnp.einsum("rk,rn->kn", x_RK, dy_RN, preferred_element_type=jnp.float32))
 
     shape = (sizes_E.shape[0], x_MK.shape[1], dy_MN.shape[1])
     zeros_EKN = vary(jnp.zeros(shape, jnp.float32), varying_axes(x_MK))
     return jax.lax.fori_loop(0, (-(-sizes_E // rows)).sum(), body, zeros_EKN).astype(x_MK.dtype)
 
 
-# jax.lax.ragged_dot: native on some platforms.
+# jax.lax.ragged_dot: what XLA has. On some platforms that is a matmul with every group's matrix.
 
 
 def _ragged_dot(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    y_MN = jax.lax.ragged_dot(x_MK, w_EKN, sizes_E, preferred_element_type=jnp.float32)
-    inside_M1 = jnp.arange(x_MK.shape[0])[:, None] < sizes_E.sum()  # what stands beyond is not the same everywhere
-    return jnp.where(inside_M1, y_MN, 0).astype(x_MK.dtype)
+    return jax.lax.ragged_dot(x_MK, w_EKN, sizes_E, preferred_element_type=jnp.float32).astype(x_MK.dtype)
 
 
 def _ragged_dot_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -137,3 +138,33 @@ def _ragged_dot_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> 
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
     dw_EKN = jax.lax.ragged_dot_general(x_MK, dy_MN, sizes_E, dims, preferred_element_type=jnp.float32)
     return dw_EKN.astype(x_MK.dtype)
+
+
+# Megablox: JAX's Pallas kernels for TPU (Gale et al. 2023, "MegaBlocks").
+
+
+def _megablox(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # half a second that other platforms save
+
+    total, tiles = x_MK.shape[0], _tiles(x_MK.shape[0], *w_EKN.shape[1:])
+    kernel = functools.partial(gmm, preferred_element_type=x_MK.dtype, tiling=tiles,
+                               interpret=backend == "megablox_interpreted")
+    return untyped(kernel)(_padded(x_MK, tiles[0]), w_EKN, sizes_E)[:total]
+
+
+def _megablox_outer(backend: Backend, x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tiles = _tiles(x_MK.shape[0], x_MK.shape[1], dy_MN.shape[1])
+    kernel = functools.partial(tgmm, preferred_element_type=x_MK.dtype, tiling=tiles,
+                               interpret=backend == "megablox_interpreted")
+    return untyped(kernel)(_padded(x_MK, tiles[0]).T, _padded(dy_MN, tiles[0]), sizes_E)
+
+
+def _tiles(*shape: int) -> tuple[int, ...]:
+    """Whole multiples of the 128 lanes, no larger than need be."""
+    return tuple(min(most, -(-size // 128) * 128) for most, size in zip(TILES, shape, strict=True))
+
+
+def _padded(x_MK: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(x_MK, ((0, -x_MK.shape[0] % rows), (0, 0)))

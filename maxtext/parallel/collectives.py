@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,30 @@ def vary(tree: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def untyped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function` with arrays whose types say nothing of the mesh, for kernels that were written without it.
+
+    Its arguments must all vary over the same axes, and the result does too.
+    """
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        axes = varying_axes(*arrays)
+        if not axes:
+            return function(*arrays)
+        own = jax.sharding.PartitionSpec()
+        inner = jax.shard_map(function, in_specs=(own,) * len(arrays), out_specs=own, axis_names=set(),
+                              check_vma=False)
+        return vary(inner(*arrays), axes)
+
+    return run
+
+
+def platform() -> str:
+    """The platform that a program on the current mesh is compiled for: cpu, gpu, tpu or another."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def exchange(x_PR: jax.Array, sent_P: jax.Array | None, came_P: jax.Array | None, axis: str) -> jax.Array:
     """Row p of (P, R, ...) goes to device p of the axis; row p of the result came from there.
 
@@ -38,20 +63,14 @@ def exchange(x_PR: jax.Array, sent_P: jax.Array | None, came_P: jax.Array | None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchange(axis: str, x_PR: jax.Array, sent_P: jax.Array, came_P: jax.Array) -> jax.Array:
-    """Where the platform can, only what matters is sent; XLA's CPU back end cannot."""
-
-    def dense(x_PR: jax.Array, sent_P: jax.Array, came_P: jax.Array) -> jax.Array:
+    if platform() == "cpu":  # XLA's CPU back end has no ragged exchange
         return exchange(x_PR, None, None, axis)
-
-    def ragged(x_PR: jax.Array, sent_P: jax.Array, came_P: jax.Array) -> jax.Array:
-        devices, message = x_PR.shape[:2]
-        first_P = jnp.arange(devices, dtype=jnp.int32) * message
-        theirs_P = jnp.full(devices, jax.lax.axis_index(axis) * message, jnp.int32)
-        flat = x_PR.reshape(devices * message, *x_PR.shape[2:])
-        out = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), first_P, sent_P, theirs_P, came_P, axis_name=axis)
-        return out.reshape(x_PR.shape)
-
-    return jax.lax.platform_dependent(x_PR, sent_P, came_P, cpu=dense, default=ragged)
+    devices, message = x_PR.shape[:2]
+    first_P = jnp.arange(devices, dtype=jnp.int32) * message
+    theirs_P = jnp.full(devices, jax.lax.axis_index(axis) * message, jnp.int32)
+    flat = x_PR.reshape(devices * message, *x_PR.shape[2:])
+    out = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), first_P, sent_P, theirs_P, came_P, axis_name=axis)
+    return out.reshape(x_PR.shape)
 
 
 _exchange.defvjp(
