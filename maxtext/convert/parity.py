@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -57,7 +58,8 @@ class Limits:
     Attributes:
       max_logit: for logits up to LOGIT_SCALE in size, and in proportion beyond, as rounding is.
       mean_kl: KL divergence of our distribution from the reference's, in nats, mean over positions.
-      top1: share of positions whose most likely token is the same; equal logits count as the same.
+      top1: share of positions whose most likely token is also the reference's, or has the same logit there when the
+        reference's logits are rounded to bfloat16.
       hidden: L2 norm of the difference over that of the reference, per layer.
     """
 
@@ -69,7 +71,7 @@ class Limits:
 
 # float32: two implementations differ by rounding alone. bfloat16: published numbers of a port of OLMo 3 7B, and a
 # hidden state that rounding cannot explain. The reference is computed in float32 in both cases, so that its own
-# rounding to bfloat16, which is as large as ours, does not count as ours.
+# rounding to bfloat16, which is as large as ours, does not count as ours. docs/numerics.md has what is measured.
 LOGIT_SCALE = 10.0
 LIMITS = {
     "float32": Limits(max_logit=1e-4, mean_kl=None, top1=None, hidden=1e-4),
@@ -101,7 +103,10 @@ def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dt
     def finish(p: Decoder, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_BTD = rms_norm(x_BTD, p.norm.astype(dtype), cfg.norm_eps)
         head_DV = jax.sharding.reshard(p.head_DV.astype(dtype), spec(None, "vocab"))
-        return x_BTD, jnp.einsum("btd,dv->btv", x_BTD, head_DV, out_sharding=spec("batch", None, "vocab"))
+        # The sums stay float32: bfloat16 has steps of 1/8 between 16 and 32, so that the largest logit is often there
+        # twice and the order of ids would decide. Training does round them (kernels/cross_entropy.py).
+        return x_BTD, jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
+                                 out_sharding=spec("batch", None, "vocab"))
 
     run_block = jax.jit(functools.partial(block_forward, cfg=cfg), static_argnames="window")
     x_BTD, context = start(p, tokens_BT)
@@ -194,7 +199,7 @@ def compare(a: Trace, b: Trace, limits: Limits) -> dict[str, Any]:
 
 
 def _logit_numbers(ours_BTV: np.ndarray, theirs_BTV: np.ndarray, tokens_BT: np.ndarray) -> dict[str, float]:
-    worst, total, kl, agree, strict, nll, scored = 0.0, 0.0, [], 0, 0, [0.0, 0.0], 0
+    worst, total, kl, agree, near, nll, scored = 0.0, 0.0, [], 0, 0, [0.0, 0.0], 0
     vocabulary = theirs_BTV.shape[-1]
     for row in range(len(tokens_BT)):
         targets_T = np.append(tokens_BT[row, 1:], -1)
@@ -203,8 +208,8 @@ def _logit_numbers(ours_BTV: np.ndarray, theirs_BTV: np.ndarray, tokens_BT: np.n
             x, y = ours_BTV[row, part].astype(np.float64), theirs_BTV[row, part].astype(np.float64)
             gap = np.abs(x - y)
             worst, total = float(np.maximum(worst, gap.max())), total + gap.sum()  # np.maximum keeps NaN
-            agree += int(_same_top(x, y).sum())
-            strict += int((x.argmax(-1) == y.argmax(-1)).sum())
+            agree += int((x.argmax(-1) == y.argmax(-1)).sum())
+            near += int(_same_top(x, y).sum())
             log_x, log_y = _log_softmax(x), _log_softmax(y)
             kl.append((np.exp(log_y) * (log_y - log_x)).sum(-1))
             at = np.flatnonzero(targets_T[part] >= 0)
@@ -218,7 +223,7 @@ def _logit_numbers(ours_BTV: np.ndarray, theirs_BTV: np.ndarray, tokens_BT: np.n
         "mean_kl": float(kl_all.mean()),
         "max_kl": float(kl_all.max()),
         "top1_agreement": agree / tokens_BT.size,
-        "top1_agreement_ties_by_id": strict / tokens_BT.size,
+        "top1_agreement_as_bfloat16": near / tokens_BT.size,
         "largest_logit": float(np.abs(theirs_BTV).max()),
         "nll_ours": nll[0] / scored,
         "nll_reference": nll[1] / scored,
@@ -226,14 +231,9 @@ def _logit_numbers(ours_BTV: np.ndarray, theirs_BTV: np.ndarray, tokens_BT: np.n
 
 
 def _same_top(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Whether one token is the most likely one on both sides.
-
-    bfloat16 has steps of 1/8 between 16 and 32, so the largest logit is often there twice, and the order of ids, which
-    says nothing, would decide.
-    """
-    top_x, top_y = x.argmax(-1)[:, None], y.argmax(-1)[:, None]
-    return ((np.take_along_axis(x, top_y, -1) == np.take_along_axis(x, top_x, -1))
-            | (np.take_along_axis(y, top_x, -1) == np.take_along_axis(y, top_y, -1)))[:, 0]
+    """Whether the most likely token of `x` is one of the most likely ones of `y`, whose logits bfloat16 tells apart."""
+    top_x = np.take_along_axis(y, x.argmax(-1)[:, None], -1)[:, 0]
+    return top_x.astype(ml_dtypes.bfloat16) == y.max(-1).astype(ml_dtypes.bfloat16)
 
 
 def _log_softmax(x: np.ndarray) -> np.ndarray:
@@ -262,8 +262,9 @@ def _failures(report: dict[str, Any], limits: Limits) -> Iterator[str]:
                    f"reach {report['largest_logit']:.3g})")
     if limits.mean_kl is not None and not report["mean_kl"] <= limits.mean_kl:
         yield f"mean KL {report['mean_kl']:.3g} is above {limits.mean_kl:g}"
-    if limits.top1 is not None and not report["top1_agreement"] >= limits.top1:
-        yield f"top-1 agreement {report['top1_agreement']:.4%} is below {limits.top1:.2%}"
+    if limits.top1 is not None and not report["top1_agreement_as_bfloat16"] >= limits.top1:
+        yield (f"top-1 agreement {report['top1_agreement_as_bfloat16']:.4%} is below {limits.top1:.2%}, even where "
+               "the reference's best logits are told apart by bfloat16 alone")
     if report["first_diverging_layer"] is not None:
         yield (f"hidden states first differ at {report['first_diverging_layer']}, by more than {limits.hidden:g} of "
                "their norm: look at the tensors of that layer")
@@ -306,7 +307,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines += ["| quantity | value |", "|---|---|"]
     lines += [f"| {name.replace('_', ' ')} | {report[name]:.6g} |" for name in (
         "max_logit_difference", "mean_logit_difference", "mean_kl", "max_kl", "top1_agreement",
-        "top1_agreement_ties_by_id", "nll_ours", "nll_reference")]
+        "top1_agreement_as_bfloat16", "nll_ours", "nll_reference")]
     lines += ["", f"Weights that differ: {len(report['different_weights'])}"]
     lines += [f"- {w['name']}: {w['difference']:.3g} {w['note']}".rstrip() for w in report["different_weights"][:50]]
     if report["layers"]:

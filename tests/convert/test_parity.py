@@ -3,12 +3,14 @@
 import dataclasses
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from maxtext.convert import ConvertError, parity
 from maxtext.convert.commands import run
 from maxtext.convert.parity import LIMITS, Trace, compare
+from maxtext.convert.saved import open_saved
 from tests.convert.folders import HF, edited, golden
 
 
@@ -94,6 +96,9 @@ def test_bfloat16_has_its_own_limits(tmp_path):
     assert 1e-7 < report["mean_kl"] < 1.5e-4
     assert report["top1_agreement"] > 0.9
     assert report["max_logit_difference"] > 1e-3  # it really was computed in bfloat16
+    logits = parity.ours(open_saved(str(tmp_path / "out")), parity.golden(str(golden("olmo3_gqa"))).tokens_BT,
+                         "bfloat16").logits_BTV
+    assert (logits != logits.astype(ml_dtypes.bfloat16)).mean() > 0.9  # but for the logits, which are not rounded
 
 
 # ---- the numbers themselves
@@ -118,18 +123,19 @@ def test_numbers_equal_their_definitions():
     gap = np.abs(ours.logits_BTV.astype(float) - theirs.logits_BTV)
     same = (p.argmax(-1) == q.argmax(-1)).mean()
     expected = {"max_logit_difference": gap.max(), "mean_logit_difference": gap.mean(), "mean_kl": kl.mean(),
-                "max_kl": kl.max(), "top1_agreement": same, "top1_agreement_ties_by_id": same, "nll_ours": nll[0],
-                "nll_reference": nll[1], "largest_logit": np.abs(theirs.logits_BTV).max()}
+                "max_kl": kl.max(), "top1_agreement": same, "nll_ours": nll[0], "nll_reference": nll[1],
+                "largest_logit": np.abs(theirs.logits_BTV).max()}
     assert {name: report[name] for name in expected} == pytest.approx(expected, rel=1e-9)
 
 
-def test_equal_logits_are_no_disagreement():
-    """The reference's best token is as good on our side, whichever comes first."""
-    tokens = np.zeros((1, 2), np.int32)
-    theirs = Trace(tokens, np.array([[[1, 3, 2], [1, 3, 2]]], np.float32), None)
-    ours = Trace(tokens, np.array([[[3, 3, 2], [3, 2, 3]]], np.float32), None)
+def test_logits_that_bfloat16_cannot_tell_apart_are_no_disagreement():
+    """20.02 and 20.05 are 20 there, 20.1 is 20.125. Only the reference is rounded: ours must not tie by rounding."""
+    tokens = np.zeros((1, 3), np.int32)
+    theirs = Trace(tokens, np.array([[[1, 20.02, 20.05], [1, 20.02, 20.1], [1, 20.02, 20.1]]], np.float32), None)
+    ours = Trace(tokens, np.array([[[1, 20.05, 20.02], [1, 20.05, 20.02], [1, 20.02, 20.05]]], np.float32), None)
     report = compare(ours, theirs, LIMITS["bfloat16"])
-    assert (report["top1_agreement"], report["top1_agreement_ties_by_id"]) == (0.5, 0.0)
+    assert (report["top1_agreement"], report["top1_agreement_as_bfloat16"]) == (1 / 3, 2 / 3)
+    assert [failure.split(" ")[0] for failure in report["failures"]] == ["top-1"]
 
 
 def test_the_limit_grows_with_logits_beyond_ten():
