@@ -6,11 +6,12 @@ Each row writes out the weights of one layer's attention and feed-forward as its
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from maxtext.cli import train
-from maxtext.config.load import CONFIGS, load
+from maxtext.config.load import CONFIGS, list_configs, load
 from maxtext.config.schema import ModelConfig
 from maxtext.model.cost import count_non_embedding, count_params, flops_per_token
 
@@ -122,8 +123,7 @@ TOTALS = {
 # Billions that a token uses, as their authors round them; some leave the input embedding out.
 ACTIVE = {"mixtral_8x7b": (12.9, "with"), "olmoe_1b_7b": (1.3, "with"), "qwen3_30b_a3b": (3.3, "with"),
           "deepseek_v2_lite": (2.4, "without"), "deepseek_v3": (37, "without"), "gpt_oss_20b": (3.6, "without")}
-MODELS = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml") if not file.stem.startswith("olmo3_")
-                or "moe" in file.stem)
+MODELS = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
 
 
 SMALL = ("data.prepared=anywhere", "data.sequence_length=8192", "optim.lr=1e-3", "train.steps=10",
@@ -135,9 +135,9 @@ def model(name: str) -> ModelConfig:
     return load(f"models/{name}", SMALL).model
 
 
-def test_every_model_part_has_a_row():
-    assert sorted(HAND) == MODELS
-    assert set(TOTALS) == {name for name in MODELS if not name.startswith("olmo3_moe")}
+def test_every_row_is_a_model_part():
+    assert set(HAND) <= set(MODELS)
+    assert set(TOTALS) == set(HAND) - {"olmo3_moe_1b_7b"}  # which is ours
 
 
 @pytest.mark.parametrize("name", TOTALS)
@@ -178,3 +178,10 @@ def test_a_dry_run_of_a_model_part_prints_the_hand_count(name, capsys):
                   f"({active - embedding:,} active)")
     assert f"parameters {counts} FLOPs {hand.flops(8192) / 1e9:,.3f} GFLOP/token at sequence 8,192;" in out
     assert "mesh data 1, fsdp 64, tensor 1 (planned) memory about" in out
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name in PLAIN or name not in HAND])
+def test_a_model_part_states_its_parameters(name):
+    cfg = model(name)
+    [stated] = re.findall(r"(\S+) parameters", dict(list_configs(CONFIGS / "models"))[name])
+    assert stated == f"{count_params(cfg):,}"
