@@ -114,7 +114,7 @@ def layer_places(model: ModelConfig) -> list[tuple[str, int]]:
     found = []
     for number, segment in enumerate(segments(model)):
         for repeat in range(segment.repeats):
-            found += [(f"segments.{number}.{position}", repeat) for position in range(len(segment.windows))]
+            found += [(f"segments.{number}.{position}", repeat) for position in range(len(segment.layers))]
     return found
 
 

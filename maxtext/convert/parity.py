@@ -97,11 +97,11 @@ def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dt
     """The model's forward pass with every layer's output kept, on the current mesh."""
     @jax.jit
     def start(p: Decoder, tokens_BT: jax.Array) -> tuple[jax.Array, Context]:
-        return embed(p, tokens_BT, dtype), make_context(cfg, tokens_BT, None)
+        return embed(p, tokens_BT, cfg, dtype), make_context(cfg, tokens_BT)
 
     @jax.jit
     def finish(p: Decoder, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x_BTD = rms_norm(x_BTD, p.norm.astype(dtype), cfg.norm_eps)
+        x_BTD = rms_norm(x_BTD, p.norm.astype(dtype), cfg)
         head_DV = jax.sharding.reshard(p.head_DV.astype(dtype), spec(None, "vocab"))
         # The sums stay float32: bfloat16 has steps of 1/8 between 16 and 32, so that the largest logit is often there
         # twice and the order of ids would decide. Training does round them (kernels/cross_entropy.py).
@@ -112,7 +112,7 @@ def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dt
     x_BTD, context = start(p, tokens_BT)
     hidden = [_host(x_BTD)]
     for block, window in zip(_blocks(p, cfg), cfg.layer_windows, strict=True):
-        x_BTD = run_block(block, x_BTD, context, window=window)
+        x_BTD, _ = run_block(block, x_BTD, context, window=window)
         hidden.append(_host(x_BTD))
     x_BTD, logits_BTV = finish(p, x_BTD)
     hidden[-1] = _host(x_BTD)

@@ -18,6 +18,7 @@ class Batch:
     weights_BT: float32, 1 where the target is real, 0 at the last position.
     segments_BT: int32 number of each token's document in its instance, or None when attention crosses documents.
     rejected_B: float32, 1 for an instance that the filter rejected (its weights are 0), or None without a filter.
+    real_B: int32 number of tokens before the padding of each instance, or None when there is never padding.
     """
 
     tokens_BT: jax.Array | np.ndarray
@@ -25,6 +26,7 @@ class Batch:
     weights_BT: jax.Array | np.ndarray
     segments_BT: jax.Array | np.ndarray | None = None
     rejected_B: jax.Array | np.ndarray | None = None
+    real_B: jax.Array | np.ndarray | None = None
 
 
 def make_batch(tokens_BT: np.ndarray, real_B: np.ndarray | None = None, segments_BT: np.ndarray | None = None,
@@ -47,4 +49,5 @@ def make_batch(tokens_BT: np.ndarray, real_B: np.ndarray | None = None, segments
         counts_B = np.where(rejected_B, 0, counts_B)
     weights_BT = (np.arange(T) < counts_B[:, None]).astype(np.float32)
     return Batch(tokens_BT, targets_BT, weights_BT, None if segments_BT is None else segments_BT.astype(np.int32),
-                 None if rejected_B is None else rejected_B.astype(np.float32))
+                 None if rejected_B is None else rejected_B.astype(np.float32),
+                 None if real_B is None else real_B.astype(np.int32))

@@ -66,7 +66,8 @@ class Batches(Iterator[Batch]):
 
         ids, data = shaped(self._shape, jnp.int32), self._cfg.data
         return Batch(ids, ids, shaped(self._shape, jnp.float32), ids if data.document_masking else None,
-                     shaped(self._shape[:1], jnp.float32) if data.instance_filter.enabled else None)
+                     shaped(self._shape[:1], jnp.float32) if data.instance_filter.enabled else None,
+                     shaped(self._shape[:1], jnp.int32) if data.packing == "best_fit" else None)
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch, for JSON: the number of updates, and what they were counted in."""

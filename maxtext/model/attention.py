@@ -1,4 +1,4 @@
-"""Grouped-query self-attention with QK-norm over the whole projection and rotary positions.
+"""Grouped-query self-attention with rotary positions, and what all kinds of attention share.
 
 Query, key and value weights are one array, grouped by key/value head: each group holds G query heads, one key head and
 one value head. So one matmul makes all three, and the heads split over the tensor axis by whole groups. Query head
@@ -10,6 +10,7 @@ Dims: B batch, T position, D model width, K key/value head, G query heads of one
 from __future__ import annotations
 
 import functools
+import math
 
 import flax.struct
 import jax
@@ -18,43 +19,82 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.schema import ModelConfig
 from maxtext.kernels.attention import causal_attention
-from maxtext.model.layers import Rope, apply_rope, rms_norm
+from maxtext.model.layers import Rope, apply_rope, norm_param, rms_norm
 from maxtext.parallel.sharding import Param, gather, per_device, spec
+
+QUERIES, KEYS, SINKS = ("batch", None, "heads", None, None), ("batch", None, "heads", None), ("heads", None)
 
 
 @flax.struct.dataclass
 class Attention:
     qkv: jax.Array  # D K G+2 H
     out: jax.Array  # K G H D
-    q_norm: jax.Array | None = None  # K G H
-    k_norm: jax.Array | None = None  # K H
+    q_norm: jax.Array | None = None  # K G H of the whole projection, H of each head
+    k_norm: jax.Array | None = None  # K H, H
+    qkv_bias: jax.Array | None = None  # K G+2 H
+    out_bias: jax.Array | None = None  # D
+    sinks: jax.Array | None = None  # K G
 
 
 def attention_params(cfg: ModelConfig) -> Attention:
     heads, group, width = cfg.kv_heads, cfg.n_heads // cfg.kv_heads, cfg.head_width
-    normed = cfg.qk_norm == "projection"
+    q_norm, k_norm = {
+        "projection": (norm_param(cfg, (heads, group, width), ("heads", None, None)),
+                       norm_param(cfg, (heads, width), ("heads", None))),
+        "head": (norm_param(cfg, (width,), (None,)),) * 2,
+        "none": (None, None),
+    }[cfg.qk_norm]
     return Attention(
         qkv=Param((cfg.d_model, heads, group + 2, width), ("embed", "heads", None, None)),
         out=Param((heads, group, width, cfg.d_model), ("heads", None, None, "embed")),
-        q_norm=Param((heads, group, width), ("heads", None, None), init="ones") if normed else None,
-        k_norm=Param((heads, width), ("heads", None), init="ones") if normed else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        qkv_bias=None if cfg.attention_bias == "none" else Param((heads, group + 2, width), ("heads", None, None),
+                                                                 init="zeros"),
+        out_bias=Param((cfg.d_model,), (None,), init="zeros") if cfg.attention_bias == "all" else None,
+        sinks=Param((heads, group), ("heads", None), init="zeros") if cfg.attention_sinks else None,
     )
 
 
 def attention(p: Attention, x_BTD: jax.Array, segments_BT: jax.Array | None, rope: Rope, window: int | None,
-              norm_eps: float) -> jax.Array:
+              cfg: ModelConfig) -> jax.Array:
     """Self-attention of (B, T, D) in its own dtype; `window` tokens are visible, or all earlier ones when None."""
+    q_BTKGH, k_BTKH, v_BTKH = project(p, x_BTD, rope, cfg)
+    return project_out(p, attend(q_BTKGH, k_BTKH, v_BTKH, segments_BT, p.sinks, window, cfg))
+
+
+def project(p: Attention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries (B, T, K, G, H), keys and values (B, T, K, H), normed and rotated."""
     qkv = gather(p.qkv, "embed", "heads", None, None)
     qkv_BTKJH = checkpoint_name(jnp.einsum("btd,dkjh->btkjh", x_BTD, qkv), "qkv")
+    if p.qkv_bias is not None:
+        qkv_BTKJH += p.qkv_bias
     q_BTKGH, k_BTKH, v_BTKH = qkv_BTKJH[..., :-2, :], qkv_BTKJH[..., -2, :], qkv_BTKJH[..., -1, :]
     if p.q_norm is not None and p.k_norm is not None:
-        q_BTKGH = rms_norm(q_BTKGH, p.q_norm, norm_eps, dims=3)
-        k_BTKH = rms_norm(k_BTKH, p.k_norm, norm_eps, dims=2)
-    q_BTKGH, k_BTKH = apply_rope(q_BTKGH, rope), apply_rope(k_BTKH, rope)
-    heads, keys = ("batch", None, "heads", None, None), ("batch", None, "heads", None)
-    segments = None if segments_BT is None else ("batch", None)
-    attend = per_device(functools.partial(causal_attention, window=window), (heads, keys, keys, segments), heads)
-    attended_BTKGH = checkpoint_name(attend(q_BTKGH, k_BTKH, v_BTKH, segments_BT), "attention")
+        q_BTKGH = rms_norm(q_BTKGH, p.q_norm, cfg, dims=p.q_norm.ndim)
+        k_BTKH = rms_norm(k_BTKH, p.k_norm, cfg, dims=p.k_norm.ndim)
+    return apply_rope(q_BTKGH, rope, cfg.rope_pairs), apply_rope(k_BTKH, rope, cfg.rope_pairs), v_BTKH
+
+
+def attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None,
+           sinks_KG: jax.Array | None, window: int | None, cfg: ModelConfig) -> jax.Array:
+    """What each query head reads, (B, T, K, G, H of the values)."""
+    kernel = functools.partial(causal_attention, window=window, scale=score_scale(cfg, window))
+    dims = (QUERIES, KEYS, KEYS, None if segments_BT is None else ("batch", None), None if sinks_KG is None else SINKS)
+    return checkpoint_name(per_device(kernel, dims, QUERIES)(q_BTKGH, k_BTKH, v_BTKH, segments_BT, sinks_KG),
+                           "attention")
+
+
+def project_out(p: Attention, attended_BTKGH: jax.Array) -> jax.Array:
+    """What attention adds to the residual stream, (B, T, D)."""
     out = gather(p.out, "heads", None, None, "embed")
     out_BTD = jnp.einsum("btkgh,kghd->btd", attended_BTKGH, out, out_sharding=spec("batch", None, None))
-    return checkpoint_name(out_BTD, "attention_out")
+    return checkpoint_name(out_BTD if p.out_bias is None else out_BTD + p.out_bias, "attention_out")
+
+
+def score_scale(cfg: ModelConfig, window: int | None) -> float:
+    """Multiplier of the attention scores; with `mscale_all_dim` it grows with the stretching, as DeepSeek's does."""
+    scale, scaling = cfg.attention_scale or cfg.head_width ** -0.5, cfg.rope_scaling
+    if scaling.kind == "yarn" and (window is None or scaling.window_layers):
+        scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+    return scale

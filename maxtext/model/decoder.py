@@ -2,18 +2,20 @@
 
 A model is a tree of arrays (`Decoder`) and pure functions. `decoder_params` is the one declaration of every array.
 A stack of unlike layers is a tuple of *segments*; a segment is a short pattern of blocks repeated R times, its arrays
-stacked on a leading dim and run by `lax.scan`. OLMo 3 7B is one segment: 8 x [window, window, window, full].
+stacked on a leading dim and run by `lax.scan`. OLMo 3 7B is one segment: 8 x [window, window, window, full]; DeepSeek
+V3 is two: 3 x [full] and 58 x [full, routed].
 
-Dims: B batch, T position, D model width, V vocabulary, R repeats of a segment's pattern.
+Dims: B batch, T position, D model width, V vocabulary, R repeats of a segment's pattern, L routed layers, E experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import zlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -22,16 +24,23 @@ import numpy as np
 
 from maxtext.config.schema import ModelConfig, RematConfig
 from maxtext.model.attention import Attention, attention, attention_params
-from maxtext.model.layers import Mlp, Rope, document_positions, mlp, mlp_params, rms_norm, rope_tables
+from maxtext.model.latent import LatentAttention, latent_attention, latent_params
+from maxtext.model.layers import Mlp, Rope, document_positions, mlp, mlp_params, norm_param, rms_norm, rope_tables
+from maxtext.model.moe import Moe, moe, moe_params
+from maxtext.model.router import RouterStats
 from maxtext.parallel.sharding import Param, is_param, per_device, sharding, spec
+
+Branch = Literal["attention", "mlp"]
 
 
 @flax.struct.dataclass
 class Block:
-    attention: Attention
+    attention: Attention | LatentAttention
     attention_norm: jax.Array  # D
-    mlp: Mlp
+    mlp: Mlp | Moe
     mlp_norm: jax.Array  # D
+    attention_post_norm: jax.Array | None = None  # D: with norm placement `both`, where the two above are of the inputs
+    mlp_post_norm: jax.Array | None = None  # D
 
 
 @flax.struct.dataclass
@@ -46,46 +55,68 @@ class Decoder:
         return self.embed.T if self.head is None else self.head
 
 
+class Layer(NamedTuple):
+    """What tells one layer from another."""
+
+    window: int | None  # tokens that it sees; None: full attention
+    routed: bool = False  # whether its feed-forward is a mixture of experts
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """`repeats` times a pattern of blocks, given by their windows (None: full attention)."""
+    """`repeats` times a pattern of blocks."""
 
-    windows: tuple[int | None, ...]
+    layers: tuple[Layer, ...]
     repeats: int
 
 
 def segments(cfg: ModelConfig) -> tuple[Segment, ...]:
-    """Splits the layers into as few repeated patterns as the declared `layer_pattern` allows."""
-    windows, pattern = cfg.layer_windows, len(cfg.layer_pattern)
+    """Splits the layers into as few repeated patterns as the declared `layer_pattern` allows.
+
+    Dense layers that stand before the routed ones are segments of their own.
+    """
+    layers = [Layer(*layer) for layer in zip(cfg.layer_windows, cfg.routed_layers, strict=True)]
+    dense = 0 if all(cfg.routed_layers) else cfg.routed_layers.index(True) if any(cfg.routed_layers) else len(layers)
+    return *_repeated(layers[:dense], len(cfg.layer_pattern)), *_repeated(layers[dense:], len(cfg.layer_pattern))
+
+
+def _repeated(layers: Sequence[Layer], pattern: int) -> list[Segment]:
     repeats = 0
-    while windows[repeats * pattern : (repeats + 1) * pattern] == windows[:pattern] and len(windows) >= pattern:
+    while layers[repeats * pattern : (repeats + 1) * pattern] == layers[:pattern] and len(layers) >= pattern:
         repeats += 1
-    found = [Segment(windows[:pattern], repeats)] if repeats else []
-    rest = windows[repeats * pattern :]
+    found = [Segment(tuple(layers[:pattern]), repeats)] if repeats else []
+    rest = layers[repeats * pattern :]
     while rest:  # what the pattern leaves over: runs of equal layers
-        run = next((i for i, window in enumerate(rest) if window != rest[0]), len(rest))
+        run = next((i for i, layer in enumerate(rest) if layer != rest[0]), len(rest))
         found.append(Segment((rest[0],), run))
         rest = rest[run:]
-    return tuple(found)
+    return found
 
 
 def decoder_params(cfg: ModelConfig) -> Decoder:
     """The declaration of every array of the model: a `Decoder` whose leaves are `Param`."""
-    block = Block(
-        attention=attention_params(cfg),
-        attention_norm=Param((cfg.d_model,), (None,), init="ones"),
-        mlp=mlp_params(cfg),
-        mlp_norm=Param((cfg.d_model,), (None,), init="ones"),
-    )
-
     def stacked(segment: Segment) -> tuple[Block, ...]:
-        return (jax.tree.map(lambda p: p.stack(segment.repeats), block, is_leaf=is_param),) * len(segment.windows)
+        blocks = tuple(block_params(cfg, layer) for layer in segment.layers)
+        return jax.tree.map(lambda p: p.stack(segment.repeats), blocks, is_leaf=is_param)
 
     return Decoder(
         embed=Param((cfg.vocab_size, cfg.d_model), ("vocab", "embed")),
         segments=tuple(stacked(segment) for segment in segments(cfg)),
-        norm=Param((cfg.d_model,), (None,), init="ones"),
+        norm=norm_param(cfg, (cfg.d_model,), (None,)),
         head=None if cfg.tie_embeddings else Param((cfg.d_model, cfg.vocab_size), ("embed", "vocab")),
+    )
+
+
+def block_params(cfg: ModelConfig, layer: Layer) -> Block:
+    """The declaration of one layer."""
+    norm, both = norm_param(cfg, (cfg.d_model,), (None,)), cfg.norm_placement == "both"
+    return Block(
+        attention=attention_params(cfg) if cfg.latent.kv_rank is None else latent_params(cfg),
+        attention_norm=norm,
+        mlp=moe_params(cfg) if layer.routed else mlp_params(cfg, cfg.d_ff or 0),
+        mlp_norm=norm,
+        attention_post_norm=norm if both else None,
+        mlp_post_norm=norm if both else None,
     )
 
 
@@ -101,10 +132,9 @@ def init_decoder(cfg: ModelConfig, key: jax.Array) -> Decoder:
     """Initial weights, float32, on the current mesh; the values do not depend on the mesh.
 
     Each array has a key of its own, derived from its name. "normal" is a normal of standard deviation `init_std` cut at
-    +-3 of them and not rescaled, for every matrix, embeddings and head included; norm gains are 1
+    +-3 of them and not rescaled, for every matrix, embeddings and head included; norm gains are 1 and biases 0
     (OLMo-core nn/transformer/init.py, `InitMethod.normal`).
     """
-
     declared = decoder_params(cfg)
     return jax.tree.map(lambda p, name: _draw(key, np.uint32(zlib.crc32(name.encode())), p, cfg.init_std), declared,
                         leaf_names(declared), is_leaf=is_param)
@@ -113,8 +143,8 @@ def init_decoder(cfg: ModelConfig, key: jax.Array) -> Decoder:
 @functools.partial(jax.jit, static_argnames=("p", "std"))
 def _draw(key: jax.Array, name: np.uint32, p: Param, std: float) -> jax.Array:
     """One array; a program of its own, so that arrays of one shape share a compilation."""
-    if p.init == "ones":
-        return jnp.ones(p.shape, jnp.float32, out_sharding=spec(*p.dims))
+    if p.init != "normal":
+        return jnp.full(p.shape, 1.0 if p.init == "ones" else 0.0, jnp.float32, out_sharding=spec(*p.dims))
     own = jax.random.fold_in(key, name)
     return std * jax.random.truncated_normal(own, -3.0, 3.0, p.shape, out_sharding=spec(*p.dims))
 
@@ -132,46 +162,86 @@ class Context(NamedTuple):
     """What all blocks share for one batch."""
 
     segments_BT: jax.Array | None
+    real_BT: jax.Array | None
     window_rope: Rope
     full_rope: Rope
 
 
-def make_context(cfg: ModelConfig, tokens_BT: jax.Array, segments_BT: jax.Array | None) -> Context:
+def make_context(cfg: ModelConfig, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
+                 real_BT: jax.Array | None = None) -> Context:
     """Positions count from the start of the row, or of each document when there are segments."""
     positions = jnp.arange(tokens_BT.shape[1])
     if segments_BT is not None:
         positions = per_device(document_positions, (("batch", None),), ("batch", None))(segments_BT)
-    return Context(segments_BT, rope_tables(cfg, positions, scaled=False), rope_tables(cfg, positions, scaled=True))
+    return Context(segments_BT, real_BT, rope_tables(cfg, positions, window=True),
+                   rope_tables(cfg, positions, window=False))
 
 
-def embed(p: Decoder, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def embed(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype) -> jax.Array:
     """Rows of the embedding table, (B, T, D)."""
     table_VD = jax.sharding.reshard(p.embed.astype(dtype), spec(None, None))
-    return table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
+    x_BTD = table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
+    return x_BTD * jnp.asarray(cfg.d_model**0.5, dtype) if cfg.scale_embeddings else x_BTD
 
 
-def block_forward(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig, window: int | None) -> jax.Array:
-    """One layer: attention and feed-forward, each added to the residual stream.
+def block_forward(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig, window: int | None,
+                  prior_E: jax.Array | None = None) -> tuple[jax.Array, RouterStats | None]:
+    """One layer: attention and feed-forward, each added to the residual stream; and how its router chose, if any.
 
-    The norm of a branch stands on its input (Llama) or on its output ("reordered norm", OLMo 2, 2024).
+    The norm of a branch stands on its input (Llama), on its output ("reordered norm", OLMo 2, 2024) or on both
+    (Gemma 3).
+
+    Args:
+      prior_E: experts' loads in the micro-batches before, for a load-balance loss over the whole batch.
     """
-    p = jax.tree.map(lambda w: w.astype(x_BTD.dtype), p)
-    rope = context.full_rope if window is None else context.window_rope
+    p, rope = cast_block(p, x_BTD.dtype), context.full_rope if window is None else context.window_rope
 
-    def branch(function: Callable[[jax.Array], jax.Array], gain: jax.Array) -> jax.Array:
-        if cfg.norm_placement == "pre":
-            return function(rms_norm(x_BTD, gain, cfg.norm_eps))
-        return rms_norm(function(x_BTD), gain, cfg.norm_eps)
+    def attend(x_BTD: jax.Array) -> jax.Array:
+        attend = attention if isinstance(p.attention, Attention) else latent_attention
+        return attend(p.attention, x_BTD, context.segments_BT, rope, window, cfg)
 
-    attend = functools.partial(attention, p.attention, segments_BT=context.segments_BT, rope=rope, window=window,
-                               norm_eps=cfg.norm_eps)
-    x_BTD = x_BTD + branch(attend, p.attention_norm)
-    return x_BTD + branch(functools.partial(mlp, p.mlp), p.mlp_norm)
+    def feed_forward(x_BTD: jax.Array) -> tuple[jax.Array, RouterStats | None]:
+        if isinstance(p.mlp, Mlp):
+            return mlp(p.mlp, x_BTD, cfg.activation), None
+        return moe(p.mlp, x_BTD, cfg, context.real_BT, prior_E)
+
+    x_BTD = x_BTD + norm_out(p, attend(norm_in(p, x_BTD, "attention", cfg)), "attention", cfg)
+    out_BTD, stats = feed_forward(norm_in(p, x_BTD, "mlp", cfg))
+    return x_BTD + norm_out(p, out_BTD, "mlp", cfg), stats
+
+
+def cast_block(p: Block, dtype: jnp.dtype) -> Block:
+    """Weights in the dtype of activations; the router stays in float32."""
+    cast = jax.tree.map(lambda w: w.astype(dtype), p)
+    if isinstance(p.mlp, Mlp):
+        return cast
+    return cast.replace(mlp=cast.mlp.replace(router=p.mlp.router, router_bias=p.mlp.router_bias,
+                                             selection_bias=p.mlp.selection_bias))
+
+
+def norm_in(p: Block, x_BTD: jax.Array, branch: Branch, cfg: ModelConfig) -> jax.Array:
+    """What a branch reads of the residual stream."""
+    return x_BTD if cfg.norm_placement == "post" else rms_norm(x_BTD, getattr(p, f"{branch}_norm"), cfg)
+
+
+def norm_out(p: Block, x_BTD: jax.Array, branch: Branch, cfg: ModelConfig) -> jax.Array:
+    """What a branch adds to the residual stream."""
+    if cfg.norm_placement == "pre":
+        return x_BTD
+    return rms_norm(x_BTD, getattr(p, f"{branch}_norm" if cfg.norm_placement == "post" else f"{branch}_post_norm"), cfg)
 
 
 def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype, remat: RematConfig,
                     segments_BT: jax.Array | None = None) -> jax.Array:
-    """Final hidden states, after the last norm: what the LM head multiplies.
+    """Final hidden states of `run_decoder`, when nothing is trained: no token is dropped for an expert's capacity."""
+    cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, capacity_factor=None))
+    return run_decoder(p, tokens_BT, cfg, dtype, remat, segments_BT)[0]
+
+
+def run_decoder(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype, remat: RematConfig,
+                segments_BT: jax.Array | None = None, real_BT: jax.Array | None = None,
+                prior_LE: jax.Array | None = None) -> tuple[jax.Array, RouterStats | None]:
+    """Final hidden states, after the last norm: what the LM head multiplies; and how the routers chose.
 
     Args:
       p: float32 weights; they are cast to `dtype` where they are used, norm gains and embeddings included.
@@ -179,27 +249,52 @@ def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: j
       dtype: of activations and of the residual stream.
       remat: which activations of a block the backward pass keeps.
       segments_BT: int32 document of each token; attention and positions then stay within a document.
+      real_BT: False for padding, which routers do not count; None: there is none.
+      prior_LE: load of each expert in the micro-batches before, float32.
 
     Returns:
-      (B, T, D) in `dtype`.
+      (B, T, D) in `dtype`; and statistics with a leading dim of the L routed layers, None when there are none.
     """
-    x_BTD, context = embed(p, tokens_BT, dtype), make_context(cfg, tokens_BT, segments_BT)
+    x_BTD, context = embed(p, tokens_BT, cfg, dtype), make_context(cfg, tokens_BT, segments_BT, real_BT)
     run_block = _rematerialised(block_forward, remat)
+    collected = []
 
-    def run_pattern(segment: Segment, x_BTD: jax.Array, blocks: tuple[Block, ...]) -> tuple[jax.Array, None]:
-        for window, block in zip(segment.windows, blocks, strict=True):
-            x_BTD = run_block(block, x_BTD, context, cfg, window)
-        return x_BTD, None
+    def run_pattern(segment: Segment, x_BTD: jax.Array, step: tuple) -> tuple[jax.Array, list[RouterStats]]:
+        (blocks, prior_PE), stats = step, []
+        for layer, block in zip(segment.layers, blocks, strict=True):
+            prior_E = prior_PE[len(stats)] if layer.routed and prior_PE is not None else None
+            x_BTD, found = run_block(block, x_BTD, context, cfg, layer.window, prior_E)
+            stats += [] if found is None else [found]
+        return x_BTD, stats
 
-    for segment, blocks in zip(segments(cfg), p.segments, strict=True):
+    priors = [None] * len(p.segments) if prior_LE is None else by_segment(prior_LE, cfg)
+    for segment, *steps in zip(segments(cfg), p.segments, priors, strict=True):
         if segment.repeats == 1:
-            x_BTD, _ = run_pattern(segment, x_BTD, jax.tree.map(lambda w: w[0], blocks))
+            x_BTD, stats = run_pattern(segment, x_BTD, jax.tree.map(lambda w: w[0], tuple(steps)))
+            collected += [jax.tree.map(lambda s: s[None], one) for one in stats]
         else:
-            x_BTD, _ = jax.lax.scan(functools.partial(run_pattern, segment), x_BTD, blocks)
-    return rms_norm(x_BTD, p.norm.astype(dtype), cfg.norm_eps)
+            x_BTD, stats = jax.lax.scan(functools.partial(run_pattern, segment), x_BTD, tuple(steps))
+            collected += [_in_layer_order(stats)] if stats else []
+    stats_L = jax.tree.map(lambda *parts: jnp.concatenate(parts), *collected) if collected else None
+    return rms_norm(x_BTD, p.norm.astype(dtype), cfg), stats_L
 
 
-def _rematerialised(function: Callable[..., jax.Array], remat: RematConfig) -> Callable[..., jax.Array]:
+def by_segment(x_LE: jax.Array, cfg: ModelConfig) -> list[jax.Array]:
+    """Rows of the routed layers, as (R, routed layers of the pattern, E) of each segment."""
+    found, layer = [], 0
+    for segment in segments(cfg):
+        shape = segment.repeats, sum(one.routed for one in segment.layers)
+        found.append(x_LE[layer : layer + math.prod(shape)].reshape(*shape, x_LE.shape[-1]))
+        layer += math.prod(shape)
+    return found
+
+
+def _in_layer_order(stats: list[RouterStats]) -> RouterStats:
+    """Statistics of each place in a pattern, over its repeats, as those of the layers one after another."""
+    return jax.tree.map(lambda *places: jnp.stack(places, 1).reshape(-1, *places[0].shape[1:]), *stats)
+
+
+def _rematerialised(function: Callable[..., Any], remat: RematConfig) -> Callable[..., Any]:
     if remat.mode == "none":
         return function
     policy = jax.checkpoint_policies.save_only_these_names(*remat.save) if remat.mode == "names" else None

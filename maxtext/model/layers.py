@@ -15,21 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.architecture import Activation, ModelConfig, RopeScalingConfig
+from maxtext.config.architecture import Activation, ModelConfig, RopePairs, RopeScalingConfig
 from maxtext.parallel.sharding import Param, gather, spec
 
-CLIP, SLOPE = 7.0, 1.702  # of clamped_swish (gpt-oss, 2025)
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702  # of clamped_swish: gpt-oss, 2025
 
 
-def rms_norm(x: jax.Array, gain: jax.Array, eps: float, dims: int = 1) -> jax.Array:
+def rms_norm(x: jax.Array, gain: jax.Array, cfg: ModelConfig, dims: int = 1) -> jax.Array:
     """Root-mean-square norm over the last `dims` dims, in float32; the gain is applied before rounding back.
+
+    The gain is the weight, or 1 plus the weight (`cfg.norm_gain`).
 
     Source: Zhang and Sennrich 2019; order of rounding as in OLMo-core nn/layer_norm.py (unlike Llama's).
     """
     over = tuple(range(-dims, 0))
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, over, keepdims=True) + eps)
-    return (normed * gain.astype(jnp.float32)).astype(x.dtype)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, over, keepdims=True) + cfg.norm_eps)
+    gain32 = gain.astype(jnp.float32)
+    return (normed * (1 + gain32 if cfg.norm_gain == "one_plus_weight" else gain32)).astype(x.dtype)
+
+
+def norm_param(cfg: ModelConfig, shape: tuple[int, ...], dims: tuple[str | None, ...]) -> Param:
+    """The weight of a norm, drawn so that it starts as the identity."""
+    return Param(shape, dims, init="ones" if cfg.norm_gain == "weight" else "zeros")
 
 
 class Rope(NamedTuple):
@@ -48,32 +56,54 @@ def rope_frequencies(width: int, theta: float) -> np.ndarray:
     return np.float32(1) / powers
 
 
-def yarn(frequencies: np.ndarray, theta: float, scaling: RopeScalingConfig) -> tuple[np.ndarray, float]:
-    """Stretches frequencies to a longer context (Peng et al. 2023).
+def stretched(frequencies: np.ndarray, theta: float, scaling: RopeScalingConfig) -> np.ndarray:
+    """Frequencies for a longer context, float32.
 
-    Those that turn more than beta_fast times within the old context stay, those below beta_slow turns are divided by
-    the factor, those between are mixed linearly; the borders are rounded outwards to whole indices.
-
-    Returns:
-      (frequencies float32, attention factor that multiplies cosine and sine).
+    A frequency that turns often within the old context stays, one that turns rarely is divided by the factor, and those
+    between are mixed. yarn mixes linearly in the index (Peng et al. 2023), llama3 linearly in the number of turns
+    (Llama 3, 2024), linear divides all.
     """
-    width = 2 * len(frequencies)
+    if scaling.kind == "none":
+        return frequencies
+    if scaling.kind == "linear":
+        slow = np.ones_like(frequencies)
+    elif scaling.kind == "llama3":
+        turns = scaling.original_length * frequencies / np.float32(2 * math.pi)
+        slow = 1 - (turns - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)
+    else:
+        slow = _yarn_ramp(len(frequencies), theta, scaling)
+    slow = np.clip(slow, 0, 1).astype(np.float32)
+    return (frequencies / np.float32(scaling.factor) * slow + frequencies * (1 - slow)).astype(np.float32)
+
+
+def _yarn_ramp(count: int, theta: float, scaling: RopeScalingConfig) -> np.ndarray:
+    """Not yet clipped share of the slow frequency, for each index."""
+    width = 2 * count
 
     def index_of(turns: float) -> float:
         return width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(index_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(index_of(scaling.beta_slow)), width // 2 - 1)
-    ramp = np.clip((np.arange(width // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
-    stretched = frequencies / np.float32(scaling.factor) * ramp + frequencies * (1 - ramp)
-    return stretched.astype(np.float32), 0.1 * math.log(scaling.factor) + 1.0
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, count - 1)
+    return (np.arange(count, dtype=np.float32) - low) / max(high - low, 1e-3)
 
 
-def rope_tables(cfg: ModelConfig, positions: jax.Array, scaled: bool) -> Rope:
-    """Tables for int32 positions, (T,) or (B, T); `scaled` applies the model's stretching."""
-    frequencies, factor = rope_frequencies(cfg.head_width, cfg.rope_theta), 1.0
-    if scaled and cfg.rope_scaling.kind == "yarn":
-        frequencies, factor = yarn(frequencies, cfg.rope_theta, cfg.rope_scaling)
+def table_factor(scaling: RopeScalingConfig) -> float:
+    """What yarn multiplies cosine and sine by (Peng et al. 2023, section 3.4); with `mscale_all_dim`, as DeepSeek."""
+    if scaling.kind != "yarn":
+        return 1.0
+    slope = 0.1 * math.log(scaling.factor)
+    return (slope * scaling.mscale + 1) / (slope * scaling.mscale_all_dim + 1)
+
+
+def rope_tables(cfg: ModelConfig, positions: jax.Array, window: bool) -> Rope:
+    """Tables of window or of full layers, for int32 positions, (T,) or (B, T)."""
+    theta = cfg.window_rope_theta if window and cfg.window_rope_theta is not None else cfg.rope_theta
+    frequencies, factor = rope_frequencies(cfg.rope_width, theta), 1.0
+    if not window or cfg.rope_scaling.window_layers:
+        frequencies, factor = stretched(frequencies, theta, cfg.rope_scaling), table_factor(cfg.rope_scaling)
     angle = positions.astype(jnp.float32)[..., None] * frequencies
     return Rope(jnp.cos(angle) * factor, jnp.sin(angle) * factor)
 
@@ -86,44 +116,52 @@ def document_positions(segments_BT: jax.Array) -> jax.Array:
     return index_BT - jax.lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
 
 
-def apply_rope(x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotates (B, T, ..., H): the first half of H pairs with the second. Computed in float32."""
+def apply_rope(x: jax.Array, rope: Rope, pairs: RopePairs = "halves") -> jax.Array:
+    """Rotates (B, T, ..., H) in float32: dim i turns with dim i + H/2, or with its neighbour i + 1."""
     cos, sin = (table.reshape(*table.shape[:-1], *(1,) * (x.ndim - 3), table.shape[-1]) for table in rope)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def activate(gate: jax.Array, up: jax.Array, kind: Activation) -> jax.Array:
-    """The gated hidden state of a feed-forward: SwiGLU, GeGLU (Shazeer 2020), or gpt-oss's clipped form of SwiGLU."""
-    if kind == "silu":
-        return jax.nn.silu(gate) * up
-    if kind == "gelu_tanh":
-        return jax.nn.gelu(gate, approximate=True) * up
-    gate, up = jnp.minimum(gate, CLIP), jnp.clip(up, -CLIP, CLIP)
-    return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
+    x32 = x.astype(jnp.float32)
+    if pairs == "halves":
+        first, second = jnp.split(x32, 2, axis=-1)
+    else:
+        first, second = x32[..., 0::2], x32[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    if pairs == "halves":
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
 
 
 @flax.struct.dataclass
 class Mlp:
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+    """Gated feed-forward: down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
 
     gate_up: jax.Array  # D 2 F
     down: jax.Array  # F D
 
 
-def mlp_params(cfg: ModelConfig) -> Mlp:
+def mlp_params(cfg: ModelConfig, width: int) -> Mlp:
+    """A feed-forward of hidden width `width`."""
     return Mlp(
-        gate_up=Param((cfg.d_model, 2, cfg.d_ff), ("embed", None, "mlp")),
-        down=Param((cfg.d_ff, cfg.d_model), ("mlp", "embed")),
+        gate_up=Param((cfg.d_model, 2, width), ("embed", None, "mlp")),
+        down=Param((width, cfg.d_model), ("mlp", "embed")),
     )
 
 
-def mlp(p: Mlp, x_BTD: jax.Array) -> jax.Array:
+def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """The gated hidden values."""
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    if activation == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
+
+
+def mlp(p: Mlp, x_BTD: jax.Array, activation: Activation) -> jax.Array:
     # Tokens in one dim and two plain matmuls: XLA's CPU compiler runs these a third faster, and others the same.
     x_ND = jax.lax.reshape(x_BTD, (x_BTD.shape[0] * x_BTD.shape[1], x_BTD.shape[2]), out_sharding=spec("batch", None))
     weights = gather(p.gate_up, "embed", None, "mlp")
     gate_NF, up_NF = (checkpoint_name(x_ND @ weights[:, i], "gate_up") for i in range(2))
-    hidden_NF = jax.nn.silu(gate_NF) * up_NF
+    hidden_NF = activate(gate_NF, up_NF, activation)
     out_ND = jnp.einsum("nf,fd->nd", hidden_NF, gather(p.down, "mlp", "embed"), out_sharding=spec("batch", None))
     out_BTD = jax.lax.reshape(out_ND, x_BTD.shape, out_sharding=spec("batch", None, None))
     return checkpoint_name(out_BTD, "mlp_out")

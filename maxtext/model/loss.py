@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from maxtext.config.schema import Config
 from maxtext.kernels.cross_entropy import Axes, Losses, cross_entropy, token_nll
-from maxtext.model.decoder import Decoder, decoder_forward
+from maxtext.model.decoder import Decoder, decoder_forward, run_decoder
+from maxtext.model.router import RouterStats
 from maxtext.parallel.sharding import RULES, per_device
 
 AXES = Axes(tokens=RULES["batch"], width=RULES["embed"], vocab=RULES["vocab"])
@@ -18,14 +19,19 @@ TOKENS, HIDDEN, HEAD = ("batch", None), ("batch", None, None), ("embed", "vocab"
 
 
 def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, total_weight: jax.Array,
-              cfg: Config, segments_BT: jax.Array | None = None) -> tuple[jax.Array, Losses]:
-    """Cross-entropy plus z-loss, each a weighted sum over these tokens divided by `total_weight`.
+              cfg: Config, segments_BT: jax.Array | None = None, real_B: jax.Array | None = None,
+              prior_LE: jax.Array | None = None) -> tuple[jax.Array, tuple[Losses, RouterStats | None]]:
+    """Cross-entropy, z-loss and the losses of routers, each a weighted sum over these tokens divided by `total_weight`.
 
     `total_weight` is the sum over the whole global batch, so that the losses (and gradients) of its micro-batches add
     up to the batch's own, however it is split.
 
+    Args:
+      real_B: tokens before the padding of each row; None: there is none.
+      prior_LE: load of each expert in the micro-batches before.
+
     Returns:
-      (loss to differentiate, its parts without multipliers), float32 scalars.
+      (loss to differentiate, its parts without multipliers and the routers' statistics); losses are float32 scalars.
     """
 
     def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):
@@ -34,9 +40,18 @@ def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_B
                              cfg.train.loss_chunk_tokens, AXES)
 
     dtype = jnp.dtype(cfg.train.compute_dtype)
-    x_BTD = decoder_forward(p, tokens_BT, cfg.model, dtype, cfg.train.remat, segments_BT)
+    real_BT = None if real_B is None else jnp.arange(tokens_BT.shape[1])[None] < real_B[:, None]
+    x_BTD, stats = run_decoder(p, tokens_BT, cfg.model, dtype, cfg.train.remat, segments_BT, real_BT, prior_LE)
     fused = per_device(local, (HIDDEN, HEAD, TOKENS, TOKENS), ((), Losses((), ())))
-    return fused(x_BTD, p.head_DV, targets_BT, weights_BT / total_weight)
+    loss, losses = fused(x_BTD, p.head_DV, targets_BT, weights_BT / total_weight)
+    return loss if stats is None else loss + router_loss(stats, cfg) / total_weight, (losses, stats)
+
+
+def router_loss(stats: RouterStats, cfg: Config) -> jax.Array:
+    """Load-balance and z-loss of all routers, a sum over tokens; each layer counts as one of all the model's layers."""
+    moe = cfg.model.moe
+    total = moe.load_balance_loss * stats.load_balance.sum() + moe.z_loss * stats.z_loss.sum()
+    return total / cfg.model.n_layers
 
 
 def nll(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, cfg: Config) -> jax.Array:

@@ -85,7 +85,7 @@ def moe(p: Moe, x_BTD: jax.Array, cfg: ModelConfig, real_BT: jax.Array | None = 
     run = per_device(local, (dims, HIDDEN, real, prior), (HIDDEN, stats))
     out_BTD, stats = run(routed, x_BTD, real_BT, prior_E)
     if p.shared is not None:
-        out_BTD += mlp(p.shared, x_BTD)
+        out_BTD += mlp(p.shared, x_BTD, cfg.activation)
     return checkpoint_name(out_BTD, "mlp_out"), stats
 
 

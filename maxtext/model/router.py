@@ -29,6 +29,11 @@ class RouterStats:
     dropped: jax.Array  # assignments beyond an expert's capacity
     tokens: jax.Array
 
+    @classmethod
+    def zeros(cls, layers: int, experts: int) -> RouterStats:
+        """Statistics of no tokens, of a stack of layers."""
+        return cls(jnp.zeros((layers, experts)), *(jnp.zeros(layers) for _ in range(5)))
+
 
 class Assignments(NamedTuple):
     """The experts of each token; an id that is no expert's stands for none."""

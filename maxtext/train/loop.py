@@ -13,10 +13,11 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.checkpoint.manager import Checkpoints
@@ -191,12 +192,15 @@ class Run:
 
     def _read(self, step: int, metrics: StepMetrics, wait_seconds: float) -> Record:
         """Waits for an update and turns its metrics into OLMo-core's names."""
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        read = jax.device_get(metrics)
+        router = read.pop("router", None)
+        values = {name: value.item() for name, value in read.items()}
         seconds = self.clock.lap()
         spoilt = not math.isfinite(values["grad_norm"]) and not values["skipped"]  # the new weights, not yet the loss
         if spoilt or not math.isfinite(values["cross_entropy"]):
             raise TrainingError(self._not_finite(step, values))
-        return step_record(self.cfg, step, values, seconds, wait_seconds, self.mesh)
+        record = step_record(self.cfg, step, values, seconds, wait_seconds, self.mesh)
+        return record if router is None else record | router_record(self.cfg, router)
 
     def _not_finite(self, step: int, values: dict[str, float]) -> str:
         newest = self.checkpoints.latest()
@@ -294,3 +298,19 @@ def step_record(cfg: Config, step: int, values: dict[str, float], seconds: float
         flops = flops_per_token(cfg.model, cfg.data.sequence_length)
         record["throughput/device/MFU"] = 100 * per_device * flops / peak
     return record
+
+
+def router_record(cfg: Config, router: Mapping[str, np.ndarray]) -> Record:
+    """The metrics of the routers under OLMo-core's names: of each layer, and of all (the worst, or the sum)."""
+    moe, layers = cfg.model.moe, [i for i, routed in enumerate(cfg.model.routed_layers) if routed]
+    weights = {"load balancing loss": ("load_balance", moe.load_balance_loss), "router Z loss": ("z_loss", moe.z_loss)}
+    columns = {"load imbalance": router["imbalance"], "router entropy": router["entropy"]}
+    if moe.capacity_factor is not None:
+        columns["dropped assignments (%)"] = 100 * router["dropped"]
+    for name, (key, weight) in weights.items():
+        columns[name] = router[key] * weight / cfg.model.n_layers
+        columns[f"{name} unscaled"] = router[key]
+    record = {f"train/block {layer:02d}/{name}": float(column[i]) for i, layer in enumerate(layers)
+              for name, column in columns.items()}
+    overall = {"load imbalance": np.max, "router entropy": np.mean, "dropped assignments (%)": np.mean}
+    return record | {f"train/{name}": float(overall.get(name, np.sum)(column)) for name, column in columns.items()}

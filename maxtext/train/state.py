@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import flax.struct
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.config.schema import Config
 from maxtext.model.decoder import Decoder, decoder_params, init_decoder, leaf_names
+from maxtext.parallel.sharding import is_param
 from maxtext.train.optim import decay_mask_from_names, make_optimizer
 from maxtext.train.schedule import make_schedule
 
@@ -25,8 +27,10 @@ class TrainState:
 
 
 def optimizer_of(cfg: Config) -> optax.GradientTransformationExtraArgs:
-    names = leaf_names(decoder_params(cfg.model))
-    return make_optimizer(cfg, make_schedule(cfg), decay_mask_from_names(names, cfg.optim.no_decay))
+    declared = decoder_params(cfg.model)
+    decays = decay_mask_from_names(leaf_names(declared), cfg.optim.no_decay)
+    trained = jax.tree.map(lambda p: p.trained, declared, is_leaf=is_param)
+    return make_optimizer(cfg, make_schedule(cfg), jax.tree.map(operator.and_, decays, trained))
 
 
 def init_state(cfg: Config) -> TrainState:

@@ -1,11 +1,12 @@
 """One update, as a pure function of state and batch. The whole step, its memory and its communication start here.
 
-Dims: B sequences of the global batch, T position, A micro-batches.
+Dims: B sequences of the global batch, T position, A micro-batches, L routed layers, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +15,23 @@ from maxtext.config.schema import Config
 from maxtext.data.batch import Batch
 from maxtext.data.pipeline import fingerprint
 from maxtext.kernels.cross_entropy import Losses
-from maxtext.model.decoder import Decoder
+from maxtext.model.decoder import Decoder, by_segment
 from maxtext.model.loss import mean_loss
+from maxtext.model.moe import Moe
+from maxtext.model.router import RouterStats, updated_bias
 from maxtext.parallel.sharding import spec
 from maxtext.train.optim import global_norm
 from maxtext.train.state import TrainState, optimizer_of
 
-StepMetrics = dict[str, jax.Array]
+StepMetrics = dict[str, Any]
 
 
 def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The function `(state, batch) -> (state, metrics)` of one update, not yet jitted.
 
     Metrics are device scalars: cross-entropy, squared log-partition (both means over real targets), gradient norm
-    before clipping, learning rate, whether the update was skipped, number of real targets, the batch's fingerprint.
+    before clipping, learning rate, whether the update was skipped, number of real targets, the batch's fingerprint;
+    and of a model with experts `router`, arrays with a leading dim L (see `router_metrics`).
     """
     optimizer = optimizer_of(cfg)
 
@@ -37,7 +41,8 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
         counted = targets
         if cfg.data.instance_filter.count_rejected:  # the reference divides by all T tokens of a rejected instance
             counted += rejected * cfg.data.sequence_length
-        grads, losses = _gradient(cfg, state.params, batch, jnp.maximum(counted, 1))
+        counted = jnp.maximum(counted, 1)
+        grads, losses, stats = _gradient(cfg, state.params, batch, counted)
         norm = global_norm(grads)
         updates, optimizer_state = optimizer.update(
             grads, state.optimizer, state.params, loss=losses.cross_entropy, grad_norm=norm
@@ -53,6 +58,10 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
             "rejected": rejected,
             "fingerprint": fingerprint(batch),
         }
+        if stats is not None:
+            metrics["router"] = router_metrics(stats, counted, cfg.model.moe.top_k)
+            if cfg.model.moe.bias_update_rate:
+                params = _balance(params, stats.counts_E, optimizer_state.skipped, cfg)
         return state.replace(step=state.step + 1, params=params, optimizer=optimizer_state), metrics
 
     return step
@@ -63,29 +72,67 @@ def compile_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[Train
     return jax.jit(make_train_step(cfg), donate_argnums=0)
 
 
-def _gradient(cfg: Config, params: Decoder, batch: Batch, counted: jax.Array) -> tuple[Decoder, Losses]:
-    """Gradient and losses of the global batch, summed over its micro-batches in float32; `counted` divides them."""
+def _gradient(cfg: Config, params: Decoder, batch: Batch,
+              counted: jax.Array) -> tuple[Decoder, Losses, RouterStats | None]:
+    """Gradient, losses and router statistics of the global batch; `counted` divides the losses.
 
-    def of(micro: Batch) -> tuple[Decoder, Losses]:
+    They are sums over its micro-batches, in float32.
+    """
+
+    def of(micro: Batch, prior_LE: jax.Array | None) -> tuple[Decoder, Losses, RouterStats | None]:
         loss = jax.value_and_grad(mean_loss, has_aux=True)
-        (_, losses), grads = loss(params, micro.tokens_BT, micro.targets_BT, micro.weights_BT, counted, cfg,
-                                  micro.segments_BT)
-        return grads, losses
+        (_, (losses, stats)), grads = loss(params, micro.tokens_BT, micro.targets_BT, micro.weights_BT, counted, cfg,
+                                           micro.segments_BT, micro.real_B, prior_LE)
+        return grads, losses, stats
 
-    count = cfg.train.gradient_accumulation_steps
+    count, moe = cfg.train.gradient_accumulation_steps, cfg.model.moe
     if count == 1:
-        return of(batch)
+        return of(batch, None)
+    Total = tuple[Decoder, Losses, RouterStats | None]
 
-    def add(total: tuple[Decoder, Losses], micro: Batch) -> tuple[tuple[Decoder, Losses], None]:
-        return jax.tree.map(jnp.add, total, of(micro)), None
+    def add(total: Total, micro: Batch) -> tuple[Total, None]:
+        stats = total[2]
+        prior_LE = stats.counts_E if stats is not None and moe.load_statistics == "batch" else None
+        return jax.tree.map(jnp.add, total, of(micro, prior_LE)), None
 
-    zero = (jax.tree.map(jnp.zeros_like, params), Losses(jnp.float32(0), jnp.float32(0)))
+    no_stats = RouterStats.zeros(sum(cfg.model.routed_layers), moe.experts) if moe.experts else None
+    zero = (jax.tree.map(jnp.zeros_like, params), Losses(jnp.float32(0), jnp.float32(0)), no_stats)
     micro_batches = jax.tree.map(lambda x: _split(x, count), batch.replace(rejected_B=None))
     return jax.lax.scan(add, zero, micro_batches)[0]
 
 
-def _split(x_BT: jax.Array, count: int) -> jax.Array:
-    """(B, T) to (A, B / A, T): micro-batch i takes rows i, A + i, 2A + i ..., so that no row leaves its device."""
-    rows, length = x_BT.shape
-    split = jax.lax.reshape(x_BT, (rows // count, count, length), out_sharding=spec("batch", None, None))
+def _split(x: jax.Array, count: int) -> jax.Array:
+    """(B, ...) to (A, B / A, ...): micro-batch i takes rows i, A + i, 2A + i ..., so that no row leaves its device."""
+    rows, *rest = x.shape
+    split = jax.lax.reshape(x, (rows // count, count, *rest), out_sharding=spec("batch", None, *(None for _ in rest)))
     return split.swapaxes(0, 1)
+
+
+def router_metrics(stats: RouterStats, counted: jax.Array, top_k: int) -> dict[str, jax.Array]:
+    """What the routers of the L routed layers did with the batch.
+
+    `load` (L, E) is each expert's share of the assignments, `imbalance` the largest load over the mean one, `entropy`
+    that of a token's scores in nats, `dropped` the share of assignments that capacity refused; the two losses are
+    without multipliers, divided like the cross-entropy.
+    """
+    tokens_L, total_L = jnp.maximum(stats.tokens, 1), jnp.maximum(stats.counts_E.sum(-1), 1)
+    return {
+        "load": stats.counts_E / total_L[:, None],
+        "imbalance": stats.counts_E.max(-1) / total_L * stats.counts_E.shape[-1],
+        "load_balance": stats.load_balance / counted,
+        "z_loss": stats.z_loss / counted,
+        "entropy": stats.entropy / tokens_L,
+        "dropped": stats.dropped / (tokens_L * top_k),
+    }
+
+
+def _balance(params: Decoder, counts_LE: jax.Array, skipped: jax.Array, cfg: Config) -> Decoder:
+    """Moves the selection biases towards an even load, unless the update was skipped (DeepSeek-V3, 2024)."""
+    rate = jnp.where(skipped == 1, 0.0, cfg.model.moe.bias_update_rate)
+    moved = []
+    for blocks, counts_RPE in zip(params.segments, by_segment(counts_LE, cfg.model), strict=True):
+        counts = iter(counts_RPE.swapaxes(0, 1))
+        moved.append(tuple(block.replace(mlp=block.mlp.replace(
+            selection_bias=updated_bias(block.mlp.selection_bias, next(counts), rate)))
+            if isinstance(block.mlp, Moe) else block for block in blocks))
+    return params.replace(segments=tuple(moved))

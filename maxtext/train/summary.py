@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from maxtext.config.schema import Config, ModelConfig
 from maxtext.model.cost import STATE_BYTES, count_non_embedding, count_params, flops_per_token, memory_per_device
-from maxtext.model.decoder import segments
+from maxtext.model.decoder import Layer, segments
 from maxtext.train.schedule import learning_rate
 
 Rows = list[tuple[str, str]]
@@ -19,7 +19,7 @@ def model_rows(cfg: Config) -> Rows:
     """The architecture, its parameters and its FLOPs."""
     m = cfg.model
     layers = " + ".join(
-        f"{s.repeats} x [{', '.join('full' if w is None else f'window {w}' for w in s.windows)}]" for s in segments(m)
+        f"{s.repeats} x [{', '.join(_layer(layer) for layer in s.layers)}]" for s in segments(m)
     )
     heads = f"{m.n_heads} heads of {m.head_width}" + (f", {m.kv_heads} key/value heads" if m.n_kv_heads else "")
     flops = flops_per_token(m, cfg.data.sequence_length)
@@ -48,6 +48,11 @@ def _parameters(m: ModelConfig) -> str:
         return f"{count_params(m):,} ({rest})"
     active = f"{count_params(m, active=True):,} active"
     return f"{count_params(m):,} ({active}); {rest} ({count_non_embedding(m, active=True):,} active)"
+
+
+def _layer(layer: Layer) -> str:
+    kind = "full" if layer.window is None else f"window {layer.window}"
+    return f"{kind} routed" if layer.routed else kind
 
 
 def run_rows(cfg: Config) -> Rows:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from maxtext.config.schema import RematConfig
-from maxtext.model.decoder import Segment, decoder_forward, decoder_params, init_decoder, leaf_names, segments
+from maxtext.model.decoder import Layer, Segment, decoder_forward, decoder_params, init_decoder, leaf_names, segments
 from maxtext.parallel.sharding import is_param
 from tests.tiny import MESHES, mesh_of, random_batch, tiny_config, tiny_model
 
-W, F = 6, None
+W, F = Layer(6), Layer(None)
 
 
 @pytest.mark.parametrize(("n_layers", "expected"), [
@@ -25,7 +25,7 @@ W, F = 6, None
 def test_layers_become_segments(n_layers, expected):
     model = tiny_model(n_layers=n_layers)
     assert list(segments(model)) == expected
-    assert sum(segment.repeats * len(segment.windows) for segment in segments(model)) == n_layers
+    assert sum(segment.repeats * len(segment.layers) for segment in segments(model)) == n_layers
 
 
 def test_every_array_is_declared_with_its_shape_and_a_name_of_its_own():

@@ -16,7 +16,8 @@ from maxtext.model.layers import (
     rms_norm,
     rope_frequencies,
     rope_tables,
-    yarn,
+    stretched,
+    table_factor,
 )
 from tests.tiny import mesh_of, place, random_batch, tiny_config, tiny_model
 
@@ -28,22 +29,21 @@ YARN = RopeScalingConfig(kind="yarn", factor=8.0, original_length=8192)
 def test_frequencies_equal_the_reference(width):
     plain = rope_frequencies(int(width), 500000.0)
     np.testing.assert_allclose(plain, ROPE[width]["inv_freq"], rtol=3e-7)
-    stretched, factor = yarn(plain, 500000.0, YARN)
-    np.testing.assert_allclose(stretched, ROPE[width]["yarn_inv_freq"], rtol=3e-7)
-    np.testing.assert_allclose(factor, ROPE[width]["attention_rescale_factor"], rtol=1e-12)
+    np.testing.assert_allclose(stretched(plain, 500000.0, YARN), ROPE[width]["yarn_inv_freq"], rtol=3e-7)
+    np.testing.assert_allclose(table_factor(YARN), ROPE[width]["attention_rescale_factor"], rtol=1e-12)
 
 
 def test_yarn_changes_only_the_scaled_tables_and_their_length():
     model = tiny_model(rope_scaling=YARN)
-    plain, scaled = (rope_tables(model, jnp.arange(32), scaled=flag) for flag in (False, True))
-    unscaled_model = rope_tables(tiny_model(), jnp.arange(32), scaled=True)
+    plain, scaled = (rope_tables(model, jnp.arange(32), window=flag) for flag in (True, False))
+    unscaled_model = rope_tables(tiny_model(), jnp.arange(32), window=False)
     np.testing.assert_array_equal(plain.cos, unscaled_model.cos)
     np.testing.assert_allclose(scaled.cos**2 + scaled.sin**2, 1.2079441541679836**2, rtol=1e-5)
 
 
 def test_rope_turns_the_two_halves_by_position_times_frequency():
     x = np.random.default_rng(0).standard_normal((1, 5, 1, 8)).astype(np.float32)
-    got = apply_rope(x, rope_tables(tiny_model(rope_theta=500000.0), jnp.arange(5), scaled=False))
+    got = apply_rope(x, rope_tables(tiny_model(rope_theta=500000.0), jnp.arange(5), window=True))
     for t in range(5):
         for i in range(4):
             angle = t * 500000.0 ** (-2 * i / 8)
@@ -62,7 +62,7 @@ def test_positions_on_a_mesh():
     segments = np.sort(random_batch(cfg).tokens_BT, axis=1)
     with jax.set_mesh(mesh):
         made = jax.jit(lambda s: make_context(cfg.model, s, s).full_rope.cos)(place(segments, mesh))
-        expected = rope_tables(cfg.model, document_positions(segments), scaled=True).cos
+        expected = rope_tables(cfg.model, document_positions(segments), window=False).cos
     np.testing.assert_allclose(made, expected, atol=1e-6)
 
 
@@ -74,6 +74,6 @@ def test_rms_norm_applies_the_gain_before_rounding():
     normed = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-6)
     expected = jnp.asarray((normed * np.asarray(gain, np.float64)).astype(np.float32), jnp.bfloat16)
     wrong = jnp.asarray(normed.astype(np.float32), jnp.bfloat16) * gain.astype(jnp.bfloat16)
-    got = rms_norm(x, gain, 1e-6)
+    got = rms_norm(x, gain, tiny_model())
     assert (got == expected).mean() > 0.99
     assert (got == wrong).mean() < 0.9

@@ -1,0 +1,86 @@
+"""Multi-head latent attention: keys and values of all heads are read from one compressed vector a token.
+
+Each head's query and key have a part without positions, of width N, and a rotary part, of width R; the key of the
+rotary part is one for all heads. Source: DeepSeek-V2 (2024), section 2.1.
+
+Dims: B batch, T position, D model width, Q width of compressed queries, C of compressed keys and values, K head,
+H = N + R width of a query, W width of a value.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext.config.schema import ModelConfig
+from maxtext.model.attention import KEYS, attend
+from maxtext.model.layers import Rope, apply_rope, norm_param, rms_norm
+from maxtext.parallel.sharding import Param, gather, spec
+
+
+@flax.struct.dataclass
+class LatentAttention:
+    q_up: jax.Array  # Q K H, or D K H when queries are not compressed
+    kv_down: jax.Array  # D C+R
+    kv_norm: jax.Array  # C
+    kv_up: jax.Array  # C K N+W
+    out: jax.Array  # K W D
+    q_down: jax.Array | None = None  # D Q
+    q_norm: jax.Array | None = None  # Q
+
+
+def latent_params(cfg: ModelConfig) -> LatentAttention:
+    latent, heads = cfg.latent, cfg.n_heads
+    assert latent.kv_rank is not None
+    return LatentAttention(
+        q_down=None if latent.q_rank is None else Param((cfg.d_model, latent.q_rank), ("embed", None)),
+        q_norm=None if latent.q_rank is None else norm_param(cfg, (latent.q_rank,), (None,)),
+        q_up=Param((latent.q_rank or cfg.d_model, heads, cfg.head_width), ("embed", "heads", None)),
+        kv_down=Param((cfg.d_model, latent.kv_rank + latent.rope_dim), ("embed", None)),
+        kv_norm=norm_param(cfg, (latent.kv_rank,), (None,)),
+        kv_up=Param((latent.kv_rank, heads, latent.nope_dim + latent.value_dim), ("embed", "heads", None)),
+        out=Param((heads, latent.value_dim, cfg.d_model), ("heads", None, "embed")),
+    )
+
+
+def latent_attention(p: LatentAttention, x_BTD: jax.Array, segments_BT: jax.Array | None, rope: Rope,
+                     window: int | None, cfg: ModelConfig) -> jax.Array:
+    """Self-attention of (B, T, D) in its own dtype; `window` tokens are visible, or all earlier ones when None."""
+    q_BTKH = latent_queries(p, x_BTD, rope, cfg)
+    k_BTKH, v_BTKW = expand(p, *compress(p, x_BTD, rope, cfg), cfg)
+    attended_BTK1W = attend(q_BTKH[:, :, :, None], k_BTKH, v_BTKW, segments_BT, None, window, cfg)
+    return latent_out(p, attended_BTK1W[:, :, :, 0])
+
+
+def latent_queries(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> jax.Array:
+    """Queries (B, T, K, N + R), the rotary part rotated."""
+    if p.q_down is not None and p.q_norm is not None:
+        x_BTD = rms_norm(x_BTD @ gather(p.q_down, "embed", None), p.q_norm, cfg)
+    q_BTKH = checkpoint_name(jnp.einsum("btd,dkh->btkh", x_BTD, gather(p.q_up, "embed", "heads", None)), "qkv")
+    plain, rotary = jnp.split(q_BTKH, [cfg.latent.nope_dim], axis=-1)
+    return jnp.concatenate([plain, apply_rope(rotary, rope, cfg.rope_pairs)], axis=-1)
+
+
+def compress(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """What a cache keeps of each token: the normed compressed vector (B, T, C) and the rotated shared key (B, T, R)."""
+    down_BTC = checkpoint_name(x_BTD @ gather(p.kv_down, "embed", None), "qkv")
+    c_BTC, r_BTR = jnp.split(down_BTC, [p.kv_norm.shape[0]], axis=-1)
+    return rms_norm(c_BTC, p.kv_norm, cfg), apply_rope(r_BTR, rope, cfg.rope_pairs)
+
+
+def expand(p: LatentAttention, c_BTC: jax.Array, r_BTR: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Keys (B, T, K, N + R) and values (B, T, K, W) of all heads."""
+    up_BTKJ = jnp.einsum("btc,ckj->btkj", c_BTC, gather(p.kv_up, "embed", "heads", None))
+    k_BTKN, v_BTKW = jnp.split(up_BTKJ, [cfg.latent.nope_dim], axis=-1)
+    shape = (*k_BTKN.shape[:-1], r_BTR.shape[-1])
+    r_BTKR = jnp.broadcast_to(r_BTR[:, :, None], shape, out_sharding=spec(*KEYS))
+    return jnp.concatenate([k_BTKN, r_BTKR], axis=-1), v_BTKW
+
+
+def latent_out(p: LatentAttention, attended_BTKW: jax.Array) -> jax.Array:
+    """What attention adds to the residual stream, (B, T, D)."""
+    out_BTD = jnp.einsum("btkw,kwd->btd", attended_BTKW, gather(p.out, "heads", None, "embed"),
+                         out_sharding=spec("batch", None, None))
+    return checkpoint_name(out_BTD, "attention_out")
