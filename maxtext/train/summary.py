@@ -18,18 +18,23 @@ Rows = list[tuple[str, str]]
 def model_rows(cfg: Config) -> Rows:
     """The architecture, its parameters and its FLOPs."""
     m = cfg.model
-    layers = " + ".join(
-        f"{s.repeats} x [{', '.join(_layer(layer) for layer in s.layers)}]" for s in segments(m)
-    )
-    heads = f"{m.n_heads} heads of {m.head_width}" + (f", {m.kv_heads} key/value heads" if m.n_kv_heads else "")
+    layers = " + ".join(f"{s.repeats} x [{', '.join(_layer(layer) for layer in s.layers)}]" for s in segments(m))
     flops = flops_per_token(m, cfg.data.sequence_length)
     return [
-        ("model", f"{m.n_layers} layers, width {m.d_model}, {heads}, {_feed_forward(m)}, vocabulary {m.vocab_size:,}"),
+        ("model", f"{m.n_layers} layers, width {m.d_model}, {_heads(m)}, {_feed_forward(m)}, "
+                  f"vocabulary {m.vocab_size:,}"),
         ("layers", layers),
         ("parameters", _parameters(m)),
         ("FLOPs", f"{flops / 1e9:,.3f} GFLOP/token at sequence {cfg.data.sequence_length:,}; "
                   f"{flops * cfg.batch_tokens * cfg.train.steps:.3g} FLOP in all"),
     ]
+
+
+def _heads(m: ModelConfig) -> str:
+    heads = f"{m.n_heads} heads of {m.head_width}"
+    if m.latent.kv_rank is not None:
+        return f"{heads}, keys and values of {m.value_width} from {m.latent.kv_rank} latent"
+    return heads + (f", {m.kv_heads} key/value heads" if m.n_kv_heads else "")
 
 
 def _feed_forward(m: ModelConfig) -> str:

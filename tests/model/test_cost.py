@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from maxtext.config.architecture import LatentConfig, MoeConfig
 from maxtext.config.load import load
 from maxtext.config.schema import ModelConfig, RematConfig
 from maxtext.model.cost import (
@@ -17,7 +18,7 @@ from maxtext.model.cost import (
     peak_flops,
 )
 from maxtext.train.state import abstract_state
-from tests.tiny import mesh_of, tiny_config
+from tests.tiny import mesh_of, tiny_config, tiny_model
 
 SIZES = json.loads((Path(__file__).parents[1] / "oracles" / "model_sizes.json").read_text())
 
@@ -43,9 +44,16 @@ def test_sixteen_heads_cost_what_thirty_two_cost():
     assert flops_per_token(wide, 8192) == flops_per_token(usual, 8192) == 46_558_863_360
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])
-def test_state_bytes_are_those_of_the_state(shape):
-    cfg, mesh = tiny_config(), mesh_of(shape)
+LATENT = tiny_model(d_ff=48, n_kv_heads=None, head_dim=None, qk_norm="none", latent=LatentConfig(kv_rank=16),
+                    moe=MoeConfig(experts=4, top_k=2, d_expert=16, shared_experts=1, dense_layers=1, router_bias=True,
+                                  expert_bias=True))
+
+
+@pytest.mark.parametrize(("model", "shape", "expert"), [
+    (tiny_model(), (1, 1, 1), 1), (tiny_model(), (1, 8, 1), 1), (tiny_model(), (2, 2, 2), 1),
+    (tiny_model(), (1, 2, 4), 1), (LATENT, (1, 2, 2), 2), (LATENT, (1, 1, 1), 4)])
+def test_state_bytes_are_those_of_the_state(model, shape, expert):
+    cfg, mesh = tiny_config(model), mesh_of(shape, expert)
     state = abstract_state(cfg, mesh)
 
     def bytes_of(tree):
@@ -70,6 +78,21 @@ def test_half_the_width_and_half_the_batch_halve_activations():
     assert two.activations * 2 == one.activations
     bf16 = memory_per_device(tiny_config(compute_dtype="bfloat16"), {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     assert bf16.activations * 2 == one.activations
+
+
+def test_experts_of_a_token_take_memory_and_the_others_none_but_weights():
+    mesh = {"data": 1, "fsdp": 1, "expert": 2, "tensor": 1}
+
+    def memory(**moe):
+        moe = MoeConfig(**({"experts": 4, "top_k": 2, "d_expert": 24} | moe))
+        return memory_per_device(tiny_config(tiny_model(d_ff=None, moe=moe), remat=RematConfig(mode="none")), mesh)
+
+    usual, tokens, width = memory(), 8 * 16 // 2, 4
+    # A third expert a token: its input and output, gate, up, and their product, in each of 5 layers and once more.
+    assert memory(top_k=3).activations - usual.activations == 6 * tokens * width * (2 * 32 + 3 * 24)
+    more = memory(experts=8)  # two more on each of two devices, and four scores a token
+    assert more.activations - usual.activations == 6 * tokens * width * 4
+    assert more.weights - usual.weights == 5 * 4 * (2 * 3 * 32 * 24 + 32 * 4 // 2)
 
 
 def test_an_unknown_device_has_no_peak():

@@ -153,11 +153,7 @@ def test_the_hand_count_of_a_token_is_the_published_one(name):
     assert abs(count / 1e9 - billions) < (0.06 if billions < 20 else 0.5), count
 
 
-# Attention without a bias and without a norm of its own for each head, and a dense feed-forward.
-PLAIN = [name for name in TOTALS if name.startswith(("llama", "mistral", "olmo2", "smollm2"))]
-
-
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", HAND)
 def test_a_model_part_counts_as_by_hand(name):
     cfg, hand = model(name), HAND[name]
     for active in (False, True):
@@ -167,7 +163,7 @@ def test_a_model_part_counts_as_by_hand(name):
         assert flops_per_token(cfg, length) == hand.flops(length)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", HAND)
 def test_a_dry_run_of_a_model_part_prints_the_hand_count(name, capsys):
     assert train([f"models/{name}", *SMALL, "--dry-run", "--devices", "64"]) == 0
     out, hand = " ".join(capsys.readouterr().out.split()), HAND[name]
@@ -180,7 +176,7 @@ def test_a_dry_run_of_a_model_part_prints_the_hand_count(name, capsys):
     assert "mesh data 1, fsdp 64, tensor 1 (planned) memory about" in out
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name in PLAIN or name not in HAND])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_part_states_its_parameters(name):
     cfg = model(name)
     [stated] = re.findall(r"(\S+) parameters", dict(list_configs(CONFIGS / "models"))[name])
