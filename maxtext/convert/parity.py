@@ -126,9 +126,10 @@ def _blocks(p: Decoder, cfg: ModelConfig) -> Iterator[Block]:
         yield _slice(p.segments[int(segment)][int(position)], repeat)
 
 
-@functools.partial(jax.jit, static_argnames="repeat")
+@jax.jit
 def _slice(stacked: Block, repeat: int) -> Block:
-    return jax.tree.map(lambda w: w[repeat], stacked)
+    """One layer's arrays; `repeat` is traced, so that all layers share a compilation."""
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, repeat, keepdims=False), stacked)
 
 
 def _host(x: jax.Array) -> np.ndarray:
