@@ -1,10 +1,13 @@
 """Speed of one training step of a small OLMo 3 on this machine, as a share of its own matmul peak.
 
-    python benchmarks/train_step.py [--vocab 8192] [--steps 20] [key=value ...]
+    python benchmarks/train_step.py [--vocab 8192] [--steps 20] [--experts] [key=value ...]
 
 The model has 4 layers (windows of 128 and one full), width 256, 4 heads of 64, feed-forward 688, sequence 512, batch 4,
 float32. It runs the very step that a run compiles, on random tokens. The matmul peak is measured in the same process,
 before and after, so that the share holds on a noisy machine. One JSON line at the end holds all figures.
+
+With --experts a second model takes turns with it, step by step: 8 experts of width 344, of which a token uses 2, stand
+for the feed-forward of 688, so that both use as many parameters a token (and a router). No token is dropped.
 """
 
 from __future__ import annotations
@@ -14,8 +17,15 @@ import json
 import os
 import resource
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxtext.config.schema import Config
 
 MATMUL = 2048
+EXPERTS = ["model.d_ff=null", "model.moe.experts=8", "model.moe.top_k=2", "model.moe.d_expert=344",
+           "model.moe.load_balance_loss=0.01", "model.moe.z_loss=0.001"]
 
 
 def main() -> None:
@@ -23,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--experts", action="store_true", help="measure a mixture of experts too")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.remat.mode=full")
     args = parser.parse_args()
 
@@ -33,49 +44,77 @@ def main() -> None:
     import jax
     import numpy as np
 
-    from maxtext.data.batch import make_batch
     from maxtext.model.cost import flops_per_token
-    from maxtext.parallel.mesh import make_mesh
-    from maxtext.parallel.sharding import sharding
-    from maxtext.train.state import init_state
-    from maxtext.train.step import compile_train_step
 
-    here = os.path.dirname(os.path.abspath(__file__))
-    cfg = load(os.path.join(here, "train_step.yml"), [f"model.vocab_size={args.vocab}", *args.overrides])
-    mesh = make_mesh(cfg)
-    with jax.set_mesh(mesh):
-        shape = (cfg.train.global_batch, cfg.data.sequence_length)
-        tokens = np.random.default_rng(0).integers(0, args.vocab, shape, dtype=np.int32)
-        batch = jax.device_put(make_batch(tokens), sharding(mesh, "batch", None))
-        state = init_state(cfg)
-        step = compile_train_step(cfg).lower(state, batch).compile()
-        state, metrics = step(state, batch)
-        jax.block_until_ready(metrics)
-        first_step = time.time() - started
-        peak_before = matmul_peak()
-        seconds, cpu = [], time.process_time()
-        for _ in range(args.steps):
-            began = time.perf_counter()
-            state, metrics = step(state, batch)
-            jax.block_until_ready(metrics)
-            seconds.append(time.perf_counter() - began)
-        cpu = (time.process_time() - cpu) / args.steps
-        peak = max(peak_before, matmul_peak())
-    median, count = float(np.median(seconds)), cfg.batch_tokens
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train_step.yml")
+    overrides = [f"model.vocab_size={args.vocab}", *args.overrides]
+    cfg = load(path, overrides)
+    dense, *others = (stepper(load(path, [*overrides, *more])) for more in ([[], EXPERTS] if args.experts else [[]]))
+    dense()
+    first_step = time.time() - started
+    for other in others:
+        other()
+    peak_before = matmul_peak()
+    times = [[timed(run) for run in (dense, *others)] for _ in range(args.steps)]  # by turns
+    seconds, cpu = np.array(times).transpose(2, 1, 0)  # each (models, steps)
+    peak = max(peak_before, matmul_peak())
+    median, count = float(np.median(seconds[0])), cfg.batch_tokens
     flops = flops_per_token(cfg.model, cfg.data.sequence_length) * count / median
-    print(json.dumps({
+    figures = {
         "vocab": args.vocab,
         "tokens/s": round(count / median),
-        "tokens/s, best step": round(count / min(seconds)),
-        "tokens/CPU-second": round(count / cpu),
+        "tokens/s, best step": round(count / seconds[0].min()),
+        "tokens/CPU-second": round(count / cpu[0].mean()),
         "GFLOP/s": round(flops / 1e9, 1),
         "matmul peak GFLOP/s": round(peak / 1e9, 1),
         "share of matmul peak": round(flops / peak, 3),
         "process start to first step done (s)": round(first_step, 1),
         "peak memory (GiB)": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        "loss": round(metrics["cross_entropy"].item(), 4),
+        "loss": round(dense(), 4),
         "jax": jax.__version__,
-    }))
+    }
+    if others:
+        figures |= {
+            "experts: tokens/s": round(count / float(np.median(seconds[1]))),
+            "experts: tokens/s over dense": round(median / float(np.median(seconds[1])), 3),
+            "experts: tokens/CPU-second over dense": round(cpu[0].mean() / cpu[1].mean(), 3),
+            "experts: loss": round(others[0](), 4),
+        }
+    print(json.dumps(figures))
+
+
+def stepper(cfg: Config) -> Callable[[], float]:
+    """Compiles the training step of a run; each call makes one update and returns its cross-entropy."""
+    import jax
+    import numpy as np
+
+    from maxtext.data.batch import make_batch
+    from maxtext.parallel.mesh import make_mesh
+    from maxtext.parallel.sharding import sharding
+    from maxtext.train.state import init_state
+    from maxtext.train.step import compile_train_step
+
+    mesh = make_mesh(cfg)
+    shape = (cfg.train.global_batch, cfg.data.sequence_length)
+    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(make_batch(tokens), sharding(mesh, "batch", None))
+        state = init_state(cfg)
+        step = compile_train_step(cfg).lower(state, batch).compile()
+
+    def run() -> float:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return jax.block_until_ready(metrics)["cross_entropy"].item()
+
+    return run
+
+
+def timed(run: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of one call: on the clock, and of the processor."""
+    cpu, clock = time.process_time(), time.perf_counter()
+    run()
+    return time.perf_counter() - clock, time.process_time() - cpu
 
 
 def process_start() -> float:
