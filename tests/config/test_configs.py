@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from maxtext.cli import train
+from maxtext.config.architecture import MoeConfig
 from maxtext.config.load import CONFIGS, list_configs, load, load_with_origins, to_yaml
 from maxtext.config.schema import ModelConfig
 from maxtext.config.validate import mesh_problems
@@ -200,7 +202,34 @@ def test_a_short_run_has_20_tokens_a_parameter_and_a_rate_by_its_size(size):
     assert cfg.schedule.warmup_steps == min(2000, cfg.train.steps // 10)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "quickstart"])
+def test_the_mixture_is_an_olmo3_with_experts_and_its_recipe():
+    mixture, dense = load("olmo3_moe_1b_7b"), load("olmo3_1b")
+    moe = mixture.model.moe
+    assert (moe.experts, moe.top_k, moe.d_expert, moe.dense_layers) == (64, 8, 1024, 0)
+    assert (moe.load_balance_loss, moe.z_loss, moe.capacity_factor) == (0.01, 0.001, None)  # nothing is dropped
+    assert moe.top_k * moe.d_expert == dense.model.d_ff
+    assert dataclasses.replace(mixture.model, moe=MoeConfig(), d_ff=dense.model.d_ff) == dense.model
+    rest = {"model": dense.model, "run_name": "", "description": "", "train": dense.train, "schedule": dense.schedule}
+    assert dataclasses.replace(mixture, **rest) == dataclasses.replace(dense, **rest)
+    used = 1_281_492_992  # of a token, without the embedding
+    assert mixture.train.steps == mixture.schedule.total_steps == -(-20 * used // mixture.batch_tokens)
+    assert mixture.optim.lr == pytest.approx(3e-4 * (6_887_575_552 / used) ** (1 / 3), rel=0.05)
+
+
+@pytest.mark.parametrize(("twin", "dense"), [("quickstart_moe", "quickstart"),
+                                             ("tiny/olmo3_moe_tiny", "tiny/olmo3_tiny_stage1")])
+def test_a_small_twin_has_experts_in_the_place_of_a_feed_forward(twin, dense, capsys):
+    ours, theirs = load(twin), load(dense)
+    moe = ours.model.moe
+    assert moe.top_k * moe.d_expert == theirs.model.d_ff
+    assert (moe.load_balance_loss, moe.z_loss) == (0.01, 0.001)
+    assert dataclasses.replace(ours.model, moe=MoeConfig(), d_ff=theirs.model.d_ff) == theirs.model
+    assert train([twin, "--dry-run", "--devices", "1"]) == 0
+    assert f"parameters {parameters(ours.model):,} (" in " ".join(capsys.readouterr().out.split())
+    assert mesh_problems(load(twin, ["mesh.expert=4", "mesh.fsdp=2"]), 8) == []
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("quickstart")])
 def test_a_dry_run_on_64_devices_says_what_the_run_would_be(name, capsys):
     assert train([name, "--dry-run", "--devices", "64"]) == 0
     out, cfg = " ".join(capsys.readouterr().out.split()), load(name)
