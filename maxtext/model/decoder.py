@@ -200,13 +200,18 @@ def block_forward(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig
         attend = attention if isinstance(p.attention, Attention) else latent_attention
         return attend(p.attention, x_BTD, context.segments_BT, rope, window, cfg)
 
-    def feed_forward(x_BTD: jax.Array) -> tuple[jax.Array, RouterStats | None]:
-        if isinstance(p.mlp, Mlp):
-            return mlp(p.mlp, x_BTD, cfg.activation), None
-        return moe(p.mlp, x_BTD, cfg, context.real_BT, prior_E)
-
     x_BTD = x_BTD + norm_out(p, attend(norm_in(p, x_BTD, "attention", cfg)), "attention", cfg)
-    out_BTD, stats = feed_forward(norm_in(p, x_BTD, "mlp", cfg))
+    return add_feed_forward(p, x_BTD, cfg, context.real_BT, prior_E)
+
+
+def add_feed_forward(p: Block, x_BTD: jax.Array, cfg: ModelConfig, real_BT: jax.Array | None,
+                     prior_E: jax.Array | None = None) -> tuple[jax.Array, RouterStats | None]:
+    """The second half of a layer: its feed-forward, added to the residual stream."""
+    in_BTD, stats = norm_in(p, x_BTD, "mlp", cfg), None
+    if isinstance(p.mlp, Mlp):
+        out_BTD = mlp(p.mlp, in_BTD, cfg.activation)
+    else:
+        out_BTD, stats = moe(p.mlp, in_BTD, cfg, real_BT, prior_E)
     return x_BTD + norm_out(p, out_BTD, "mlp", cfg), stats
 
 
@@ -233,9 +238,13 @@ def norm_out(p: Block, x_BTD: jax.Array, branch: Branch, cfg: ModelConfig) -> ja
 
 def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype, remat: RematConfig,
                     segments_BT: jax.Array | None = None) -> jax.Array:
-    """Final hidden states of `run_decoder`, when nothing is trained: no token is dropped for an expert's capacity."""
-    cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, capacity_factor=None))
-    return run_decoder(p, tokens_BT, cfg, dtype, remat, segments_BT)[0]
+    """Final hidden states of `run_decoder`, when nothing is trained."""
+    return run_decoder(p, tokens_BT, without_capacity(cfg), dtype, remat, segments_BT)[0]
+
+
+def without_capacity(cfg: ModelConfig) -> ModelConfig:
+    """The model when nothing is trained: no token is dropped for an expert's capacity."""
+    return dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, capacity_factor=None))
 
 
 def run_decoder(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype, remat: RematConfig,

@@ -79,6 +79,22 @@ def expand(p: LatentAttention, c_BTC: jax.Array, r_BTR: jax.Array, cfg: ModelCon
     return jnp.concatenate([k_BTKN, r_BTKR], axis=-1), v_BTKW
 
 
+def absorbed_queries(p: LatentAttention, q_BTKH: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Queries whose products with (compressed vector, rotary key) are those with the keys, (B, T, K, C + R).
+
+    With them a cache is read as it stands: its keys are never made (DeepSeek-V2, 2024, section 2.1.2).
+    """
+    plain_BTKN, rotary_BTKR = jnp.split(q_BTKH, [cfg.latent.nope_dim], axis=-1)
+    up_CKN = gather(p.kv_up, "embed", "heads", None)[..., : cfg.latent.nope_dim]
+    return jnp.concatenate([jnp.einsum("btkn,ckn->btkc", plain_BTKN, up_CKN), rotary_BTKR], axis=-1)
+
+
+def absorbed_values(p: LatentAttention, read_BTKC: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """What each head reads of the values, (B, T, K, W), from what it read of the compressed vectors."""
+    up_CKW = gather(p.kv_up, "embed", "heads", None)[..., cfg.latent.nope_dim :]
+    return jnp.einsum("btkc,ckw->btkw", read_BTKC, up_CKW)
+
+
 def latent_out(p: LatentAttention, attended_BTKW: jax.Array) -> jax.Array:
     """What attention adds to the residual stream, (B, T, D)."""
     out_BTD = jnp.einsum("btkw,kwd->btd", attended_BTKW, gather(p.out, "heads", None, "embed"),

@@ -12,7 +12,7 @@ from maxtext.config.schema import Config
 from maxtext.kernels.cross_entropy import Axes, Losses, cross_entropy, token_nll
 from maxtext.model.decoder import Decoder, decoder_forward, run_decoder
 from maxtext.model.router import RouterStats
-from maxtext.parallel.sharding import RULES, per_device
+from maxtext.parallel.sharding import RULES, per_device, spec
 
 AXES = Axes(tokens=RULES["batch"], width=RULES["embed"], vocab=RULES["vocab"])
 TOKENS, HIDDEN, HEAD = ("batch", None), ("batch", None, None), ("embed", "vocab")
@@ -68,7 +68,11 @@ def nll(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, cfg: Config) ->
 
 def logits(p: Decoder, tokens_BT: jax.Array, cfg: Config) -> jax.Array:
     """All logits, (B, T, V) float32: for small models, comparisons and tests."""
-    dtype = jnp.dtype(cfg.train.compute_dtype)
-    x_BTD = decoder_forward(p, tokens_BT, cfg.model, dtype, cfg.train.remat)
-    head = jax.sharding.reshard(p.head_DV.astype(dtype), jax.sharding.PartitionSpec(None, RULES["vocab"]))
-    return jnp.einsum("btd,dv->btv", x_BTD, head).astype(jnp.float32)
+    return head_logits(p, decoder_forward(p, tokens_BT, cfg.model, jnp.dtype(cfg.train.compute_dtype), cfg.train.remat))
+
+
+def head_logits(p: Decoder, x_BTD: jax.Array) -> jax.Array:
+    """Logits of final hidden states, (B, T, V), float32 and never rounded to less."""
+    head_DV = jax.sharding.reshard(p.head_DV.astype(x_BTD.dtype), spec(None, "vocab"))
+    return jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
+                      out_sharding=spec("batch", None, "vocab"))
