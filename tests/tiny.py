@@ -56,4 +56,4 @@ def random_batch(cfg: Config, seed: int = 0, counts: list[int] | None = None) ->
 
 
 def place(batch: Batch, mesh: Mesh) -> Batch:
-    return jax.device_put(batch, sharding(mesh, "batch", None))
+    return jax.tree.map(lambda x: jax.device_put(x, sharding(mesh, "batch", *(None,) * (x.ndim - 1))), batch)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint.streamed import StreamedLeaf
-from maxtext.config.architecture import LayerKind, ModelConfig, RopeScalingConfig
+from maxtext.config.architecture import LayerKind, ModelConfig, MoeConfig, RopeScalingConfig
 from maxtext.config.load import ConfigError, load
 from maxtext.config.schema import Config
 from maxtext.convert import ConvertError
@@ -26,6 +26,7 @@ from maxtext.convert.saved import PARAMS
 
 FOLDER = "model_and_optim"
 _BLOCK = "blocks.{layer}."
+_MOE = _BLOCK + "feed_forward_moe."
 RULES = (
     Rule("embeddings.weight", "V D", "embed", "V D"),
     Rule("lm_head.norm.weight", "D", "norm", "D"),
@@ -41,6 +42,10 @@ RULES = (
     Rule(_BLOCK + "feed_forward.w3.weight", "F D", "mlp.gate_up", "D 1 F"),
     Rule(_BLOCK + "feed_forward.w2.weight", "D F", "mlp.down", "F D"),
     Rule(_BLOCK + "feed_forward_norm.weight", "D", "mlp_norm", "D"),
+    Rule(_MOE + "router.weight", "(E D)", "mlp.router", "D E"),
+    Rule(_MOE + "experts.mlp.w1", "(E X) D", "mlp.gate_up", "E D 0 X"),
+    Rule(_MOE + "experts.mlp.w3", "(E X) D", "mlp.gate_up", "E D 1 X"),
+    Rule(_MOE + "experts.mlp.w2", "(E X) D", "mlp.down", "E X D"),
 )
 # Our tree -> how a tensor's name there is made of its parameter's name.
 WEIGHTS = {PARAMS: "model.{}"}
@@ -163,11 +168,12 @@ def read_model(config: Mapping[str, Any], where: str) -> ModelConfig:
         n_heads=mixer["n_heads"],
         n_kv_heads=mixer.get("n_kv_heads"),
         head_dim=mixer.get("head_dim"),
-        d_ff=feed["hidden_size"],
+        d_ff=feed.get("hidden_size"),
+        moe=_moe(block.get("feed_forward_moe") or {}),
         layer_pattern=kinds,
         last_layer_full=(mixer.get("sliding_window") or {}).get("force_full_attention_on_last_layer", True),
         window=window,
-        norm_placement="post" if block.get("name") == "reordered_norm" else "pre",
+        norm_placement="post" if str(block.get("name")).endswith("reordered_norm") else "pre",
         qk_norm="projection" if mixer.get("qk_norm") else "none",
         tie_embeddings=bool(config.get("tie_word_embeddings")),
         norm_eps=norms[0]["eps"],
@@ -181,11 +187,13 @@ def read_model(config: Mapping[str, Any], where: str) -> ModelConfig:
 def _unsupported(config: Mapping[str, Any], block: Mapping[str, Any], mixer: Mapping[str, Any],
                  feed: Mapping[str, Any], norms: list[Mapping[str, Any]]) -> list[str]:
     lm_head, rope, windows = config.get("lm_head") or {}, mixer.get("rope") or {}, mixer.get("sliding_window") or {}
-    needed = {"vocab_size": config, "d_model": config, "n_layers": config, "n_heads": mixer, "hidden_size": feed,
-              "theta": rope}
+    moe = block.get("feed_forward_moe") or {}
+    router = moe.get("router") or {}
+    needed = {"vocab_size": config, "d_model": config, "n_layers": config, "n_heads": mixer,
+              "hidden_size": moe or feed, "theta": rope}
     faults = [f"{key} is missing" for key, section in needed.items() if section.get(key) is None]
     only: list[tuple[str, Any, Any]] = [
-        ("block.name", block.get("name"), ("reordered_norm", "default")),
+        ("block.name", block.get("name"), ("moe_reordered_norm", "moe") if moe else ("reordered_norm", "default")),
         ("attention.name", mixer.get("name"), ("default", "fused")),
         ("attention.bias", mixer.get("bias"), (False,)),
         ("attention.clip_qkv", mixer.get("clip_qkv"), (None,)),
@@ -199,9 +207,20 @@ def _unsupported(config: Mapping[str, Any], block: Mapping[str, Any], mixer: Map
         ("rope.name", rope.get("name"), ("default", "fused")),
         ("rope.no_global_rope", rope.get("no_global_rope"), (False, None)),
         ("rope.partial_rotary_factor", rope.get("partial_rotary_factor"), (1.0, None)),
-        ("feed_forward.bias", feed.get("bias"), (False,)),
+        ("feed_forward.bias", feed.get("bias"), (None,) if moe else (False,)),
         ("feed_forward.activation", feed.get("activation"), ("silu", None)),
-        ("feed_forward_moe", block.get("feed_forward_moe"), (None,)),
+        ("feed_forward_moe.name", moe.get("name"), ("dropless", None)),
+        ("feed_forward_moe.shared_mlp", moe.get("shared_mlp"), (None,)),
+        ("feed_forward_moe.latent_moe", moe.get("latent_moe"), (None,)),
+        ("feed_forward_moe.scale_loss_by_num_layers", moe.get("scale_loss_by_num_layers"), (True, None)),
+        ("feed_forward_moe.lb_loss_granularity", moe.get("lb_loss_granularity"), ("local_batch", None)),
+        ("feed_forward_moe.router.name", router.get("name"), ("default", None)),
+        ("feed_forward_moe.router.jitter_eps", router.get("jitter_eps"), (None,)),
+        ("feed_forward_moe.router.normalize_expert_weights", router.get("normalize_expert_weights"), (None, 1.0)),
+        ("feed_forward_moe.router.uniform_expert_assignment", router.get("uniform_expert_assignment"), (False, None)),
+        ("feed_forward_moe.router.random_expert_assignment", router.get("random_expert_assignment"), (False, None)),
+        ("feed_forward_moe.router.bias_gamma", router.get("bias_gamma"), (None,)),
+        ("feed_forward_moe.router.gating_function", router.get("gating_function"), ("softmax", "sigmoid", None)),
         ("lm_head.bias", lm_head.get("bias"), (False,)),
     ]
     faults += [f"{key} is {value!r}; only {' or '.join(map(repr, allowed))} is supported"
@@ -211,6 +230,22 @@ def _unsupported(config: Mapping[str, Any], block: Mapping[str, Any], mixer: Map
     if len({norm.get("eps") for norm in norms}) > 1:
         faults.append("the norms have different eps")
     return faults
+
+
+def _moe(moe: Mapping[str, Any]) -> MoeConfig:
+    """The experts of every layer; the block of a dense model has none."""
+    if not moe:
+        return MoeConfig()
+    router = moe.get("router") or {}
+    return MoeConfig(
+        experts=moe["num_experts"],
+        top_k=router.get("top_k", 1),
+        d_expert=moe["hidden_size"],
+        scores=router.get("gating_function") or "softmax",
+        renormalise=router.get("normalize_expert_weights") is not None,
+        load_balance_loss=moe.get("lb_loss_weight") or 0.0,
+        z_loss=moe.get("z_loss_weight") or 0.0,
+    )
 
 
 def _layers(windows: Mapping[str, Any] | None) -> tuple[tuple[LayerKind, ...], int | None]:

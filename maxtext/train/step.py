@@ -5,6 +5,7 @@ Dims: B sequences of the global batch, T position, A micro-batches, L routed lay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,8 @@ def _gradient(cfg: Config, params: Decoder, batch: Batch,
 
     no_stats = RouterStats.zeros(sum(cfg.model.routed_layers), moe.experts) if moe.experts else None
     zero = (jax.tree.map(jnp.zeros_like, params), Losses(jnp.float32(0), jnp.float32(0)), no_stats)
-    micro_batches = jax.tree.map(lambda x: _split(x, count), batch.replace(rejected_B=None))
+    split = functools.partial(_split_in_order if moe.experts else _split, count=count)
+    micro_batches = jax.tree.map(split, batch.replace(rejected_B=None))
     return jax.lax.scan(add, zero, micro_batches)[0]
 
 
@@ -106,6 +108,17 @@ def _split(x: jax.Array, count: int) -> jax.Array:
     rows, *rest = x.shape
     split = jax.lax.reshape(x, (rows // count, count, *rest), out_sharding=spec("batch", None, *(None for _ in rest)))
     return split.swapaxes(0, 1)
+
+
+def _split_in_order(x: jax.Array, count: int) -> jax.Array:
+    """(B, ...) to (A, B / A, ...): micro-batch i takes the i-th run of B / A rows, as the reference's do.
+
+    Routers count over a micro-batch, so it must hold the same rows on every mesh. Rows change devices for it: they are
+    ids, a few bytes a token.
+    """
+    rest = (None,) * (x.ndim - 1)
+    whole = jax.sharding.reshard(x, spec(None, *rest)).reshape(count, -1, *x.shape[1:])
+    return jax.sharding.reshard(whole, spec(None, "batch", *rest))
 
 
 def router_metrics(stats: RouterStats, counted: jax.Array, top_k: int) -> dict[str, jax.Array]:

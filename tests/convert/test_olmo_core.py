@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.manager import Checkpoints
+from maxtext.config.architecture import MoeConfig
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import (
     CheckpointConfig,
@@ -221,7 +222,31 @@ def test_yarn_on_full_layers():
     assert (scaling.kind, scaling.factor, scaling.original_length) == ("yarn", 8.0, 16)
 
 
+def routed(**changes):
+    """The config with experts, as OLMo-core writes it."""
+    config = config_of(block__name="moe_reordered_norm")
+    del config["block"]["feed_forward"]
+    config["block"]["feed_forward_moe"] = {
+        "name": "dropless", "num_experts": 8, "hidden_size": 24, "capacity_factor": None, "lb_loss_weight": 0.01,
+        "z_loss_weight": None, "lb_loss_granularity": "local_batch", "scale_loss_by_num_layers": True,
+        "router": {"name": "default", "top_k": 2, "normalize_expert_weights": 1.0, "gating_function": "sigmoid",
+                   "uniform_expert_assignment": False, "random_expert_assignment": False},
+    } | changes
+    return config
+
+
+def test_experts():
+    model = olmo_core.read_model(routed(), "here")
+    assert model.moe == MoeConfig(experts=8, top_k=2, d_expert=24, scores="sigmoid", renormalise=True,
+                                  load_balance_loss=0.01)
+    assert (model.d_ff, model.norm_placement) == (None, "post")
+
+
 @pytest.mark.parametrize(("config", "message"), [
+    (routed(name="default"), "feed_forward_moe.name is 'default'"),
+    (routed(router={"top_k": 2, "bias_gamma": 0.1}), "router.bias_gamma is 0.1"),
+    (routed(lb_loss_granularity="instance"), "lb_loss_granularity is 'instance'"),
+    (routed(shared_mlp={"hidden_size": 8}), "shared_mlp is"),
     (stretched(1), "not the same on all full-attention layers and on them alone"),
     (stretched(0, 1, 2), "not the same on all full-attention layers and on them alone"),
     (stretched(1, 2, name="default"), "block 1 differs from the others in more than rope scaling"),

@@ -21,6 +21,4 @@ def pytest_generate_tests(metafunc):
 def _parameter(case: Path):
     steps = len(json.loads((case / "record.json").read_text())["steps"])
     marks = [pytest.mark.slow] * (steps >= LONG)
-    if "moe" in json.loads((case / "config.json").read_text())["arch"]:
-        marks.append(pytest.mark.skip(reason="the model has no mixture of experts yet"))
     return pytest.param(case, id=case.name, marks=marks)

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.config.architecture import ModelConfig, MoeConfig
 from maxtext.config.schema import (
     Config,
     DataConfig,
     EvalConfig,
     EvalSetConfig,
     InstanceFilterConfig,
-    ModelConfig,
     OptimConfig,
     RematConfig,
     ScheduleConfig,
@@ -37,6 +37,8 @@ from maxtext.convert.config_json import read_model
 from maxtext.convert.families import family_of
 from maxtext.convert.hf import open_folder, read_json
 from maxtext.convert.mapping import assemble, pieces, places
+from maxtext.convert.olmo_core import RULES
+from maxtext.convert.safetensors import read_header
 from maxtext.data.pipeline import make_batches
 from maxtext.data.tokens import resolve
 from maxtext.eval.evaluations import Evaluations
@@ -45,7 +47,7 @@ from maxtext.model.loss import logits
 from maxtext.parallel.sharding import sharding
 from maxtext.train.state import TrainState, init_state
 from maxtext.train.step import compile_train_step
-from tests.oracles.torch_init import olmo3_weights
+from tests.oracles.torch_init import olmo3_weights, olmo_core_moe_weights
 from tests.tiny import mesh_of
 
 SHARED = "a1_fp32"
@@ -138,6 +140,31 @@ def read_weights(folder: Path, seed: int) -> tuple[ModelConfig, Decoder]:
     return model, fill(model, wanted, drawn.__getitem__)
 
 
+def initial_weights(case: Case) -> tuple[ModelConfig, Decoder]:
+    """The model before the first step; a mixture of experts is stored, or drawn, under OLMo-core's own names."""
+    seed, moe = case.about["arch"]["init_seed"], case.about["arch"].get("moe")
+    if moe is None:
+        return read_weights(case.weights_folder, seed)
+    model = moe_model(case)
+    wanted, stored = places(RULES, model), case.folder / "init_olmocore" / "model.safetensors"
+    if stored.exists():
+        tensors = read_header(str(stored))
+        return model, fill(model, wanted, lambda name: tensors[name].read())
+    drawn = olmo_core_moe_weights(((name, place.shape) for name, place in wanted.items()), seed, model.init_std)
+    return model, fill(model, wanted, drawn.__getitem__)
+
+
+def moe_model(case: Case) -> ModelConfig:
+    arch, moe, resolved = case.about["arch"], case.about["arch"]["moe"], case.about["resolved"]
+    assert moe["type"] == "dropless"
+    assert set(resolved["layer_window"]) == {None}
+    return ModelConfig(
+        vocab_size=resolved["vocab_size"], d_model=arch["d_model"], n_layers=arch["n_layers"], n_heads=arch["n_heads"],
+        norm_eps=resolved["rms_eps"], rope_theta=float(resolved["rope_theta"]),
+        moe=MoeConfig(experts=moe["num_experts"], top_k=moe["top_k"], d_expert=moe["hidden"],
+                      load_balance_loss=moe["lb"], z_loss=moe["z"]))
+
+
 def fill(model: ModelConfig, wanted: Mapping[str, Any], read: Any) -> Decoder:
     """Our arrays out of another format's tensors."""
     mesh = mesh_of((1, 1, 1))
@@ -160,6 +187,7 @@ class Replay:
     instance_ids: list[list[int]]
     rejected: list[list[bool] | None]
     document_lengths: list[list[list[int]] | None]
+    router: list[dict[str, np.ndarray] | None]  # of each layer of experts
     evals: list[dict[str, float]]  # one for each evaluation of the reference
     first_logits: np.ndarray
     last_logits: np.ndarray
@@ -177,7 +205,7 @@ class Start(NamedTuple):
 
 def replay(case: Case, start: Start | None = None) -> Replay:
     """Trains as the reference did, from its weights; `start` gives weights, moments and Adam count instead."""
-    model, weights = read_weights(case.weights_folder, case.about["arch"]["init_seed"])
+    model, weights = initial_weights(case)
     if start is not None:
         weights = start.params
     cfg = config_of(case, model)
@@ -203,7 +231,7 @@ def _run(case: Case, cfg: Config, mesh: jax.sharding.Mesh, state: TrainState) ->
     fixed_ids = jax.device_put(jnp.tile(fixed_ids, (mesh.size, 1)), sharding(mesh, "batch", None))
     all_logits = jax.jit(lambda p: logits(p, fixed_ids, cfg))
     first_logits, nothing = np.asarray(all_logits(state.params))[:1], np.zeros(0)
-    done = Replay([], [], [], [], [], [], [], [], [], first_logits, nothing, state)
+    done = Replay([], [], [], [], [], [], [], [], [], [], first_logits, nothing, state)
     step = compile_train_step(cfg)
     done.evals += [evaluate(state.params)] if 0 in evaluated else []
     for number in range(1, len(case.steps) + 1):
@@ -217,6 +245,7 @@ def _run(case: Case, cfg: Config, mesh: jax.sharding.Mesh, state: TrainState) ->
         done.instance_ids.append(batches.instance_ids(number).tolist())
         done.rejected.append(None if batch.rejected_B is None else (np.asarray(batch.rejected_B) > 0).tolist())
         done.document_lengths.append(None if batch.segments_BT is None else lengths_of(np.asarray(batch.segments_BT)))
+        done.router.append(jax.device_get(metrics.get("router")))
         done.evals += [evaluate(state.params)] if number in evaluated else []
     batches.close()
     done.last_logits, done.final = np.asarray(all_logits(state.params))[:1], jax.tree.map(np.asarray, state)

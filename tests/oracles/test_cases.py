@@ -21,9 +21,9 @@ from maxtext.convert.safetensors import read_header
 from maxtext.model.decoder import Decoder
 from maxtext.train.schedule import learning_rate
 from tests.oracles.replay import Case, Replay, Start, config_of, fill, read_case, read_weights, replay
-from tests.oracles.torch_init import TorchGenerator, olmo3_weights
+from tests.oracles.torch_init import TorchGenerator, olmo3_weights, olmo_core_moe_weights
 
-GRAD_NORM_RTOL, LEARNING_RATE_RTOL, DEVICE_RATE_RTOL = 2e-4, 1e-9, 5e-7
+GRAD_NORM_RTOL, LEARNING_RATE_RTOL, DEVICE_RATE_RTOL, ROUTER_RTOL = 2e-4, 1e-9, 5e-7, 1e-4
 FINAL_LOGITS_ATOL = {"float32": 1e-4, "bfloat16": 0.1}
 
 
@@ -68,6 +68,11 @@ def limits(case: Case) -> np.ndarray:
     return np.where(steps == 1, 1e-6, 1e-5)
 
 
+def exact_steps(case: Case) -> int:
+    """Steps at which the case is held to the limits of float32; later ones may differ by a router's near-ties."""
+    return int((limits(case) <= 1e-5).sum()) if "tolerance" in case.about else len(case.steps)
+
+
 def test_torch_numbers():
     """The first weights that torch 2.13 draws from seed 0, as it prints them."""
     drawn = TorchGenerator(0).truncated_normal((768, 64), 0.02)
@@ -78,11 +83,14 @@ def test_torch_numbers():
 def test_drawn_weights_are_those_of_torch(oracle_case):
     """Where a case brings the weights that torch drew: ours differ from them in the last place at most."""
     case = read_case(oracle_case)
-    if not (oracle_case / "init_hf" / "model.safetensors").exists():
+    kinds = {"init_hf": olmo3_weights, "init_olmocore": olmo_core_moe_weights}
+    found = [(oracle_case / kind / "model.safetensors", draw) for kind, draw in kinds.items()
+             if (oracle_case / kind / "model.safetensors").exists()]
+    if not found:
         pytest.skip("this case brings no weights; its first loss holds the drawn ones")
-    stored = {name: tensor.read() for name, tensor in read_header(
-        str(oracle_case / "init_hf" / "model.safetensors")).items()}
-    drawn = olmo3_weights(((name, x.shape) for name, x in stored.items()), case.about["arch"]["init_seed"], 0.02)
+    [(file, draw)] = found
+    stored = {name: tensor.read() for name, tensor in read_header(str(file)).items()}
+    drawn = draw(((name, x.shape) for name, x in stored.items()), case.about["arch"]["init_seed"], 0.02)
     for name, tensor in stored.items():
         np.testing.assert_allclose(drawn[name], tensor, rtol=0, atol=2e-8, err_msg=name)
 
@@ -125,14 +133,32 @@ def test_held_out_loss(oracle_case):
 def test_z_loss(oracle_case):
     case, ours = replayed(oracle_case)
     rtol = 1e-5 if case.about["train"]["precision"] == "fp32" else 1e-3
-    np.testing.assert_allclose(ours.squared_log_z, metrics(case, "train/Z loss unscaled"), rtol=rtol)
+    same = exact_steps(case)
+    np.testing.assert_allclose(ours.squared_log_z[:same], metrics(case, "train/Z loss unscaled")[:same], rtol=rtol)
 
 
 def test_gradient_norm(oracle_case):
     case, ours = replayed(oracle_case)
     if case.about["train"]["precision"] != "fp32":
         pytest.skip("bfloat16 gradients differ by their rounding; the losses hold them")
-    np.testing.assert_allclose(ours.grad_norm, metrics(case, "optim/total grad norm"), rtol=GRAD_NORM_RTOL)
+    same = exact_steps(case)
+    norms = metrics(case, "optim/total grad norm")[:same]
+    np.testing.assert_allclose(ours.grad_norm[:same], norms, rtol=GRAD_NORM_RTOL)
+
+
+def test_router(oracle_case):
+    """Losses of each layer's router, and how uneven its loads are."""
+    case, ours = replayed(oracle_case)
+    if ours.router[0] is None:
+        pytest.skip("this case has no experts")
+    same = exact_steps(case)
+    names = {"load_balance": "load balancing loss unscaled", "z_loss": "router Z loss unscaled",
+             "imbalance": "load imbalance"}
+    for ours_name, theirs in names.items():
+        got = np.array([step[ours_name] for step in ours.router[:same]])
+        want = np.stack([metrics(case, f"train/block {layer:02d}/{theirs}") for layer in range(got.shape[1])], 1)
+        np.testing.assert_allclose(got, want[:same], rtol=ROUTER_RTOL, err_msg=theirs)
+    assert all((step["dropped"] == 0).all() for step in ours.router)
 
 
 def test_learning_rate(oracle_case):
@@ -160,6 +186,8 @@ def test_masks_and_documents(oracle_case):
 
 def test_final_logits(oracle_case):
     case, ours = replayed(oracle_case)
+    if exact_steps(case) < len(case.steps):
+        pytest.skip("routers flipped near-ties before the end: weights differ from there on")
     golden = np.load(oracle_case / "logits.npz")
     got = ours.last_logits[:, golden["positions"]] if "positions" in golden else ours.last_logits
     dtype = "float32" if case.about["train"]["precision"] == "fp32" else "bfloat16"

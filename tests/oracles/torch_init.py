@@ -51,6 +51,25 @@ def olmo3_weights(tensors: Iterable[tuple[str, Shape]], seed: int, std: float) -
     return drawn | {name: np.ones(shape, np.float32) for name, shape in shapes.items() if name not in drawn}
 
 
+def olmo_core_moe_weights(tensors: Iterable[tuple[str, Shape]], seed: int, std: float) -> dict[str, np.ndarray]:
+    """Every tensor of a mixture of experts under OLMo-core's own names, drawn in the order in which it does."""
+    shapes, generator = dict(tensors), TorchGenerator(seed)
+    drawn = {name: generator.truncated_normal(shapes[name], std) for name in _moe_order(shapes)}
+    return drawn | {name: np.ones(shape, np.float32) for name, shape in shapes.items() if name not in drawn}
+
+
+def _moe_order(shapes: dict[str, Shape]) -> Iterator[str]:
+    yield "embeddings.weight"
+    layer = 0
+    while f"blocks.{layer}.feed_forward_moe.router.weight" in shapes:
+        for part in ("q", "k", "v", "out"):
+            yield f"blocks.{layer}.attention.w_{part}.weight"
+        for part in ("router.weight", "experts.mlp.w1", "experts.mlp.w2", "experts.mlp.w3"):
+            yield f"blocks.{layer}.feed_forward_moe.{part}"
+        layer += 1
+    yield "lm_head.w_out.weight"
+
+
 def _order(shapes: dict[str, Shape]) -> Iterator[str]:
     yield "model.embed_tokens.weight"
     layer = 0
