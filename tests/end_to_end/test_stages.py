@@ -1,4 +1,7 @@
-"""The recipe of OLMo 3 in small, stage after stage on committed text: what each takes over, and what it begins anew."""
+"""The recipe of OLMo 3 in small, stage after stage on committed text: what each takes over, and what it begins anew.
+
+The commands are those of docs/reproduce_olmo3.md.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from maxtext.data.tokens import resolve
 from maxtext.train import loop
 from maxtext.train.resume import ResumeError
 from maxtext.train.schedule import learning_rate
+from tests.page_commands import in_small, path_of, words
+from tests.page_commands import run as run_command
 from tests.runs import TEXT, lines, reproducible, restore, saved_bits, saved_steps, some_devices
 
 TAKEN_OVER, END_OF_STAGE_1 = 20, 48
@@ -52,24 +57,34 @@ def run(cfg: Config) -> None:
     assert loop.train(cfg, devices=some_devices(2)) == loop.Outcome(cfg.train.steps)
 
 
+def command(first_words: str) -> list[str]:
+    """The words of the page's one command that begins so."""
+    (line,) = [line for line in in_small() if f"{line} ".startswith(f"{first_words} ")]
+    return words(line)
+
+
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory, paragraphs: Path) -> Stages:
     """The whole chain. Stages that start from another save their start as step 0, and stage 2 its last but one."""
     folder = tmp_path_factory.mktemp("stages")
-
-    def of(stage: str, *overrides: str) -> Config:
-        return config(folder, paragraphs, stage, *overrides)
-
     begun = "checkpoint.save_at_start=true"
-    found = Stages(
-        of("stage1", f"train.steps={TAKEN_OVER}"), of("stage1b"),
-        of("stage2", begun, "checkpoint.every=11", f"train.init_from.path={folder}/olmo3_tiny_stage1"),
-        of("long", begun, f"train.init_from.path={folder}/olmo3_tiny_stage2"))
-    with pytest.raises(ResumeError, match="holds no checkpoint, but this config takes over a run at update 20"):
-        loop.train(found.second, devices=some_devices(2))
-    for cfg in found:
-        run(cfg)
-    return found
+    places = [f"output_dir={folder}", f"data.prepared={paragraphs}", "log.report=false"]
+    more = {
+        "stage1": [], "stage1b": [],
+        "stage2": [begun, "checkpoint.every=11", f"train.init_from.path={folder}/olmo3_tiny_stage1"],
+        "long": [begun, f"train.init_from.path={folder}/olmo3_tiny_stage2"]}
+    found = []
+    for stage, overrides in more.items():
+        python, script, name, *given = command(f"python train.py configs/tiny/olmo3_tiny_{stage}.yml")
+        arguments = [path_of(name), *given, *places, *overrides]
+        found.append(load(arguments[0], arguments[1:]))
+        if stage == "stage1":
+            second = config(folder, paragraphs, "stage1b")
+            with pytest.raises(ResumeError, match="holds no checkpoint, but this config takes over a run at update 20"):
+                loop.train(second, devices=some_devices(2))
+        assert run_command([python, script, *arguments], devices=2) == 0
+    assert found[0].train.steps == TAKEN_OVER
+    return Stages(*found)
 
 
 def state(cfg: Config, step: int) -> Any:
@@ -166,9 +181,10 @@ def test_the_long_stage_packs_documents_keeps_them_apart_and_stretches(stages: S
     assert max(masked) > 1 / 512  # padding; without it 1 / T
     assert all(record["train/masked labels (%)"] == pytest.approx(1 / 64) for record in lines(stages.middle)[1:])
     # Another run's first update is the same bit for bit, but not without YaRN, and not without the masking.
-    for change in ("description=control", "model.rope_scaling.kind=none", "data.document_masking=false"):
-        other = config(tmp_path, paragraphs, "long", change, f"run_name={change.partition('=')[0]}", "train.steps=1",
-                       f"train.init_from.path={stages.middle.run_dir}")
+    for change, *more in (("description=control",), ("data.document_masking=false",),
+                          ("model.rope_scaling.kind=none", "model.rope_scaling.original_length=8192")):
+        other = config(tmp_path, paragraphs, "long", change, *more, f"run_name={change.partition('=')[0]}",
+                       "train.steps=1", f"train.init_from.path={stages.middle.run_dir}")
         run(other)
         first, expected = reproducible(lines(other))[1], reproducible(lines(cfg))[1]
         assert first["data/fingerprint"] == expected["data/fingerprint"]
@@ -176,11 +192,23 @@ def test_the_long_stage_packs_documents_keeps_them_apart_and_stretches(stages: S
             assert (first[name] == expected[name]) == (change == "description=control"), (change, name)
 
 
-def test_checkpoints_of_the_last_stage_are_averaged_and_evaluated(stages: Stages, tmp_path: Path):
+def test_checkpoints_of_the_last_stage_are_averaged_and_evaluated(stages: Stages, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch):
     """As OLMo 3 32B ends: the mean of the last checkpoints, which the offline evaluation opens."""
-    out = tmp_path / "mean"
-    assert main(["checkpoint", "merge", str(out), f"{stages.long.run_dir}@10", f"{stages.long.run_dir}@12"]) == 0
+    (tmp_path / "runs").symlink_to(stages.long.output_dir)
+    monkeypatch.chdir(tmp_path)
+    assert run_command(command("maxtext checkpoint merge")) == 0
+    out = Path("runs", "olmo3_tiny_mean")
     assert main(["eval", str(out), "mesh.fsdp=8", "eval.batch=8", "--output", str(tmp_path / "scores.json")]) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())
-    assert (scores["step"], scores["run_name"]) == (0, "mean")
+    assert (scores["step"], scores["run_name"]) == (0, "olmo3_tiny_mean")
     assert 3 < scores["metrics"]["eval/lm/prose/CE loss"] < 5
+    assert run_command(command("maxtext report")) == 0
+    assert Path(stages.first.run_dir, "report.html").is_file()
+
+
+def test_every_command_of_the_page_s_small_chain_is_run_here():
+    programs = [" ".join(line.split()[:3]) for line in in_small()]
+    assert programs == [*(f"python train.py configs/tiny/olmo3_tiny_{stage}.yml" for stage in
+                          ("stage1", "stage1b", "stage2", "long")), "maxtext checkpoint merge",
+                        "maxtext report runs/olmo3_tiny_stage1"]
