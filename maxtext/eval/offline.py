@@ -6,7 +6,6 @@ What is evaluated is only read.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import errno
 import json
@@ -15,68 +14,25 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import jax
-from jax.sharding import Mesh
 
-from maxtext.checkpoint.manager import CheckpointError, Checkpoints
-from maxtext.checkpoint.manifest import scan
-from maxtext.config.load import ConfigError, find_config, load, to_yaml
-from maxtext.config.schema import CheckpointConfig, Config, MeshConfig, ModelConfig
-from maxtext.config.validate import mesh_problems
+from maxtext.checkpoint.manager import CheckpointError
+from maxtext.config.load import ConfigError
+from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.data.tokens import ResolvedData, resolve
 from maxtext.eval.catalogue import TaskError
 from maxtext.eval.evaluations import Evaluations
-from maxtext.model.decoder import Decoder, abstract_decoder
+from maxtext.eval.opened import NoModelError, Subject, Weights, config_over, on_these_devices, open_subject
 from maxtext.parallel.mesh import MeshError, make_mesh
 from maxtext.parallel.runtime import prepare_runtime
-
-STEP_PREFIX = "step_"
-WHAT_TO_GIVE = "give a run, <output_dir>/<run_name>, one of its checkpoints, an imported model or a transformers folder"
-CONVERTED_TOKENIZER = "tokenizer/tokenizer.json"  # beside the checkpoints of an imported model
 
 
 class EvaluationError(ValueError):
     """What was asked for cannot be evaluated; the message says why and what to do."""
-
-
-class Weights(Protocol):
-    """A model in another format, opened.
-
-    Attributes:
-      cfg: a run config around it.
-      tokenizer: its tokenizer.json, None when it has none.
-    """
-
-    cfg: Config
-    tokenizer: Path | None
-
-    def params(self, model: ModelConfig, mesh: Mesh) -> Decoder:
-        """Its weights on a mesh."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """What is evaluated.
-
-    Attributes:
-      where: its folder.
-      step: of the run; None for a model in another format.
-      config_text: the config that it was saved with.
-      tokenizer: a tokenizer.json that came with it, None when none did.
-      params: its weights on a mesh.
-    """
-
-    where: str
-    step: int | None
-    config_text: str
-    tokenizer: Path | None
-    params: Callable[[ModelConfig, Mesh], Decoder]
 
 
 def run(argv: Sequence[str], open_transformers: Callable[[str], Weights]) -> int:
@@ -102,12 +58,12 @@ def run(argv: Sequence[str], open_transformers: Callable[[str], Weights]) -> int
     options.overrides += _take_overrides(options.sets) + _take_overrides(options.tasks)
     prepare_runtime()
     try:
-        with _opened(options, open_transformers) as subject:
+        with open_subject(options.run, options.step, open_transformers) as subject:
             _evaluate(options, subject)
     except ConfigError as error:
         print(*error.problems, sep="\n", file=sys.stderr)
         return 2
-    except (EvaluationError, CheckpointError, DataError, TaskError, MeshError) as error:
+    except (EvaluationError, NoModelError, CheckpointError, DataError, TaskError, MeshError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -121,36 +77,10 @@ def _take_overrides(words: list[str] | None) -> list[str]:
     return taken
 
 
-@contextlib.contextmanager
-def _opened(options: argparse.Namespace, open_transformers: Callable[[str], Weights]) -> Iterator[Subject]:
-    if is_transformers(options.run):
-        if options.step is not None:
-            raise EvaluationError(f"{options.run} is a transformers folder, which has no steps; leave --step away")
-        weights = open_transformers(options.run)
-        yield Subject(os.path.abspath(options.run), None, to_yaml(weights.cfg), weights.tokenizer, weights.params)
-        return
-    folder, asked = find_checkpoints(options.run, options.step)
-    checkpoints = Checkpoints(str(folder), CheckpointConfig(), writer=False)
-    try:
-        step = checkpoints.latest() if asked is None else asked
-        if step is None:
-            raise EvaluationError(f"{options.run}: no good checkpoint in {folder}; {WHAT_TO_GIVE}")
-
-        def params(model: ModelConfig, mesh: Mesh) -> Decoder:
-            restored = checkpoints.restore({"params": abstract_decoder(model, mesh)}, step, partial=True)
-            assert restored is not None
-            return restored.state["params"]
-
-        tokenizer = (folder.parent if folder.name == "checkpoints" else folder) / CONVERTED_TOKENIZER
-        yield Subject(str(folder), step, checkpoints.config_text(step), tokenizer if tokenizer.is_file() else None,
-                      params)
-    finally:
-        checkpoints.close()
-
-
 def _evaluate(options: argparse.Namespace, subject: Subject) -> None:
-    cfg = _config(subject.config_text, options)
-    cfg = _on_these_devices(cfg, any(word.startswith("mesh.") for word in options.overrides))
+    cfg = on_these_devices(config_over(subject.config_text, options.overrides, options.config), options.overrides)
+    tasks = cfg.eval.tasks if options.tasks is None and options.sets is None else tuple(options.tasks or ())
+    cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, tasks=tasks))
     mesh = make_mesh(cfg)
     with jax.set_mesh(mesh):
         evaluate = Evaluations(cfg, _held_out(cfg, options, subject.tokenizer), mesh)
@@ -183,49 +113,6 @@ def _check_writable(output: Path) -> None:
         tempfile.TemporaryFile(dir=output.parent).close()
     except OSError as error:
         raise EvaluationError(f"{output}: cannot be written ({error.strerror}); give --output another file") from error
-
-
-def is_transformers(path: str) -> bool:
-    """Whether a folder has the config.json of transformers, and no checkpoints of ours."""
-    return os.path.isfile(os.path.join(path, "config.json")) and not os.path.isdir(os.path.join(path, "checkpoints"))
-
-
-def find_checkpoints(path: str, step: int | None) -> tuple[Path, int | None]:
-    """The folder of checkpoints and the step that `path` names. Raises EvaluationError when it names none."""
-    root = Path(os.path.abspath(path))
-    if root.name.startswith(STEP_PREFIX) and root.name.removeprefix(STEP_PREFIX).isdigit():
-        return root.parent, int(root.name.removeprefix(STEP_PREFIX)) if step is None else step
-    if (root / "checkpoints").is_dir():
-        return root / "checkpoints", step
-    if not root.is_dir():
-        raise EvaluationError(f"{path} is no folder; {WHAT_TO_GIVE}")
-    if all(entry.status == "foreign" for entry in scan(str(root))):
-        raise EvaluationError(f"{path} holds no checkpoint; {WHAT_TO_GIVE}")
-    return root, step
-
-
-def _config(saved: str, options: argparse.Namespace) -> Config:
-    """The config in the checkpoint, under --config, under the overrides, with the chosen sets and tasks."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "checkpoint.yml").write_text(saved)
-        bases = [os.path.join(folder, "checkpoint.yml")]
-        if options.config is not None:
-            bases.append(os.path.abspath(find_config(options.config)))
-        Path(folder, "evaluation.yml").write_text(f"base: {json.dumps(bases)}\n")
-        cfg = load(Path(folder, "evaluation.yml"), options.overrides)
-    tasks = cfg.eval.tasks if options.tasks is None and options.sets is None else tuple(options.tasks or ())
-    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, tasks=tasks))
-
-
-def _on_these_devices(cfg: Config, asked: bool) -> Config:
-    """The run's mesh where it fits or was asked for, else all devices on `fsdp`; nothing is divided as for training."""
-    devices = jax.device_count()
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=devices,
-                                                             gradient_accumulation_steps=1))
-    if asked or not mesh_problems(cfg, devices):
-        return cfg
-    print(f"the run's mesh does not fit {devices} devices; evaluating with all of them on mesh.fsdp")
-    return dataclasses.replace(cfg, mesh=MeshConfig(data=1, fsdp=devices, tensor=1))
 
 
 def _held_out(cfg: Config, options: argparse.Namespace, own: Path | None) -> ResolvedData | None:
