@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 LONG = 60  # steps from which on a case counts as slow
+# Of the short ones, those that are replayed with every version of JAX: documents and YaRN, two data ranks, experts.
+EVERY_PASS = ("f2_packed_yarn", "h_fp32_2ranks", "g_moe_dropless")
 
 
 def pytest_generate_tests(metafunc):
@@ -21,4 +23,5 @@ def pytest_generate_tests(metafunc):
 def _parameter(case: Path):
     steps = len(json.loads((case / "record.json").read_text())["steps"])
     marks = [pytest.mark.slow] * (steps >= LONG)
+    marks += [pytest.mark.one_pass] * (case.name not in EVERY_PASS)
     return pytest.param(case, id=case.name, marks=marks)
