@@ -1,8 +1,9 @@
-"""`maxtext convert import | export | verify`: weights of other formats in and out, and proof that they are equal."""
+"""`maxtext convert import | export | trace | verify`: weights of other formats in and out, and proof that they fit."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import sys
@@ -15,8 +16,8 @@ import numpy as np
 
 from maxtext.checkpoint.manager import CheckpointError
 from maxtext.config.reason import placed, reason
-from maxtext.convert import ConvertError, hf, olmo_core, parity
-from maxtext.convert.saved import TOKENIZER, Saved, open_saved
+from maxtext.convert import ConvertError, hf, olmo_core, parity, replay, trace
+from maxtext.convert.saved import TOKENIZER, open_saved
 from maxtext.model.cost import count_params
 
 
@@ -35,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="maxtext convert", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="import | export | verify")
+    commands = parser.add_subparsers(required=True, metavar="import | export | trace | verify")
     add = commands.add_parser("import", help="a transformers folder, or a checkpoint of OLMo-core, to one of ours")
     add.set_defaults(function=_import)
     add.add_argument("source", help="folder with config.json and weights, or step folder of OLMo-core")
@@ -49,19 +50,31 @@ def _parser() -> argparse.ArgumentParser:
     give.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as imported, or float32")
     give.add_argument("--shard-gb", type=float, default=5.0, help="largest weight file, in 10^9 bytes (5)")
     give.add_argument("--keep-padding", action="store_true", help="write all rows of a padded vocabulary")
+    record = commands.add_parser("trace", help="what each module of transformers computes on a text, as one file")
+    record.set_defaults(function=_trace)
+    record.add_argument("hf_dir", help="the transformers folder")
+    record.add_argument("out", metavar="FILE.npz", help="new file; verify --trace replays it, without torch")
+    _add_text(record, rows=1, length=128)
     check = commands.add_parser("verify", help="run both sides on the same tokens and report every difference")
     check.set_defaults(function=_verify)
     check.add_argument("checkpoint", help="a run, a converted model, or one step's folder")
-    check.add_argument("hf_dir", help="the transformers folder")
+    check.add_argument("hf_dir", nargs="?", help="the transformers folder; with --trace or --golden it may be left out")
     check.add_argument("--step", type=int, help="this step; the newest good one by default")
-    check.add_argument("--golden", metavar="FILE.npz", help="input_ids, logits, hidden_states instead of transformers")
+    saved = check.add_mutually_exclusive_group()
+    saved.add_argument("--trace", metavar="FILE.npz",
+                       help="of maxtext convert trace: names the first part that is wrong, and the likely cause")
+    saved.add_argument("--golden", metavar="FILE.npz", help="input_ids, logits, hidden_states instead of transformers")
     check.add_argument("--save-golden", metavar="FILE.npz", help="keep what transformers computes as a golden")
-    check.add_argument("--text", metavar="FILE", help="text to compare on; a text of Python's own help by default")
-    check.add_argument("--rows", type=int, default=4, help="rows of tokens (4)")
-    check.add_argument("--length", type=int, default=512, help="tokens in a row (512)")
+    _add_text(check, rows=4, length=512)
     check.add_argument("--dtype", choices=tuple(parity.LIMITS), default="float32", help="of our computation (float32)")
     check.add_argument("--report", metavar="DIR", help="where parity.json and parity.md go (the checkpoint's folder)")
     return parser
+
+
+def _add_text(parser: argparse.ArgumentParser, rows: int, length: int) -> None:
+    parser.add_argument("--text", metavar="FILE", help="text to compare on; a text of Python's own help by default")
+    parser.add_argument("--rows", type=int, default=rows, help=f"rows of tokens ({rows})")
+    parser.add_argument("--length", type=int, default=length, help=f"tokens in a row ({length})")
 
 
 def _on_the_host() -> None:
@@ -107,29 +120,50 @@ def _done(what: str, started: float) -> None:
     print(f"{what} in {time.monotonic() - started:.1f} s, peak memory {peak:.2f} GiB")
 
 
-def _verify(options: argparse.Namespace) -> int:
-    saved = open_saved(options.checkpoint, options.step)
+def _trace(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    if Path(options.out).exists():
+        raise ConvertError(f"{options.out} exists; choose another place, or remove it")
     folder = hf.open_folder(options.hf_dir)
-    if options.golden:
-        reference, tokens = parity.golden(options.golden), f"of {options.golden}"
+    tokens_BT, tokens = _tokens(options, (folder.path,), int(folder.config.get("vocab_size") or 0))
+    found = trace.record(options.hf_dir, tokens_BT)
+    trace.save(options.out, found)
+    _done(f"wrote {options.out}: {len(found.modules)} modules on {tokens_BT.size} tokens of {tokens}", started)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    recorded = options.trace or options.golden
+    if options.hf_dir is None and recorded is None:
+        raise ConvertError("give the transformers folder, or a saved --trace or --golden of it")
+    saved = open_saved(options.checkpoint, options.step)
+    folder = None if options.hf_dir is None else hf.open_folder(options.hf_dir)
+    if recorded:
+        reference, tokens = trace.load(recorded), f"of {recorded}"
     else:
+        assert folder is not None
         rows = min(saved.cfg.model.vocab_size, int(folder.config.get("vocab_size", saved.cfg.model.vocab_size)))
-        tokens_BT, tokens = _tokens(options, saved, rows)
-        reference = parity.transformers_trace(options.hf_dir, tokens_BT)
+        tokens_BT, tokens = _tokens(options, (folder.path, saved.folder / TOKENIZER), rows)
+        reference = trace.record(options.hf_dir, tokens_BT, modules=False)
     if options.save_golden:
-        parity.save_golden(options.save_golden, reference)
+        trace.save(options.save_golden, dataclasses.replace(reference, modules={}))
     if reference.tokens_BT.min() < 0 or reference.tokens_BT.max() >= saved.cfg.model.vocab_size:
         raise ConvertError(f"the tokens reach {reference.tokens_BT.max()}, the vocabulary has "
                            f"{saved.cfg.model.vocab_size} rows")
     limits = parity.LIMITS[options.dtype]
+    replayed = replay.replay(saved, reference, limits, options.dtype) if options.trace else replay.NOT_REPLAYED
     report: dict[str, Any] = {
         "checkpoint": saved.step_dir,
-        "reference": options.golden or options.hf_dir,
+        "reference": recorded or options.hf_dir,
         "tokens": tokens,
         "dtype": options.dtype,
         **parity.compare(parity.ours(saved, reference.tokens_BT, options.dtype), reference, limits),
-        "different_weights": parity.compare_weights(saved, folder),
+        "different_weights": [] if folder is None else parity.compare_weights(saved, folder),
+        **replayed,
     }
+    if report["first_wrong_block"]:
+        report["failures"].insert(0, f"the first part that differs when fed with the reference's input is "
+                                     f"{report['first_wrong_block']}: {report['likely_cause']}")
     if report["different_weights"]:
         names = ", ".join(f"{w['name']}{' (' + w['note'] + ')' if w['note'] else ''}"
                           for w in report["different_weights"][:10])
@@ -145,8 +179,8 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if report["failures"] else 0
 
 
-def _tokens(options: argparse.Namespace, saved: Saved, vocabulary: int) -> tuple[np.ndarray, str]:
-    """Rows of token ids below `vocabulary`, and where they come from."""
+def _tokens(options: argparse.Namespace, folders: Sequence[Path], vocabulary: int) -> tuple[np.ndarray, str]:
+    """Rows of token ids below `vocabulary`, and where they come from; `folders` may have a tokenizer."""
     shape = (options.rows, options.length)
     if options.text:
         try:
@@ -157,7 +191,7 @@ def _tokens(options: argparse.Namespace, saved: Saved, vocabulary: int) -> tuple
         from pydoc_data.topics import topics
 
         text, source = "\n".join(topics.values()), "Python's help topics"
-    for folder in (Path(options.hf_dir), saved.folder / TOKENIZER):
+    for folder in folders:
         if (folder / "tokenizer.json").is_file():
             from tokenizers import Tokenizer
 
@@ -167,7 +201,7 @@ def _tokens(options: argparse.Namespace, saved: Saved, vocabulary: int) -> tuple
                                    f"{shape[0] * shape[1]}; give less with --rows and --length, or a longer --text")
             return np.asarray(ids[: shape[0] * shape[1]], np.int32).reshape(shape), source
     if options.text:
-        raise ConvertError(f"no tokenizer.json in {options.hf_dir} or beside the checkpoint, so {options.text} cannot "
+        raise ConvertError(f"no tokenizer.json in {' or '.join(map(str, folders))}, so {options.text} cannot "
                            "be read; leave --text out to compare on random ids")
     print("no tokenizer.json is known: comparing on random ids")
     return np.random.default_rng(0).integers(0, vocabulary, shape, dtype=np.int32), "random ids"

@@ -56,7 +56,7 @@ _PROJECTIONS = (
     Rule(_ATTENTION + "o_proj.bias", "D", "attention.out_bias", "D"),
 )
 _LATENT = (
-    Rule(_ATTENTION + "q_proj.weight", "(K N+R) D", "attention.q_up", "D K N+R"),
+    Rule(_ATTENTION + "q_proj.weight", "(K N+R) D", "attention.q_up", "D K N+R", "no attention.q_down"),
     Rule(_ATTENTION + "kv_a_proj_with_mqa.weight", "C+R D", "attention.kv_down", "D C+R"),
     Rule(_ATTENTION + "kv_a_layernorm.weight", "C", "attention.kv_norm", "C"),
     Rule(_ATTENTION + "kv_b_proj.weight", "(K N+W) C", "attention.kv_up", "C K N+W"),
@@ -65,7 +65,7 @@ _LATENT = (
 _LATENT_QUERIES = (
     Rule(_ATTENTION + "q_a_proj.weight", "Q D", "attention.q_down", "D Q"),
     Rule(_ATTENTION + "q_a_layernorm.weight", "Q", "attention.q_norm", "Q"),
-    Rule(_ATTENTION + "q_b_proj.weight", "(K N+R) Q", "attention.q_up", "Q K N+R"),
+    Rule(_ATTENTION + "q_b_proj.weight", "(K N+R) Q", "attention.q_up", "Q K N+R", "attention.q_down"),
 )
 _SINKS = (Rule(_ATTENTION + "sinks", "(K G)", "attention.sinks", "K G"),)
 _QK_NORM = (

@@ -42,12 +42,14 @@ class Rule:
       ours: the dims of that array, in its order, and the slice that the tensor fills: "G" is the whole dim, ":G" its
         first G entries, "-2" its last entry but one, "{expert}" that of the expert. It has the dims of `theirs` in any
         order.
+      where: a further condition: an array that must be there too, or with "no " before it must not be there.
     """
 
     name: str
     theirs: str
     leaf: str
     ours: str
+    where: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Piece:
 class Place:
     """Where one tensor lies: `piece[index]`, after a reshape to `dims` and a permutation."""
 
+    rule: Rule
     name: str
     shape: Shape
     piece: Piece
@@ -92,9 +95,10 @@ def places(rules: Iterable[Rule], model: ModelConfig) -> dict[str, Place]:
     layers = layer_places(model)
     found: dict[str, Place] = {}
     for rule in rules:
-        homes = [(layer, f"{prefix}.{rule.leaf}", repeat) for layer, (prefix, repeat) in enumerate(layers)]
-        for layer, leaf, repeat in homes if "{layer}" in rule.name else [(None, rule.leaf, None)]:
-            if leaf not in arrays:
+        homes = [(layer, f"{prefix}.", repeat) for layer, (prefix, repeat) in enumerate(layers)]
+        for layer, prefix, repeat in homes if "{layer}" in rule.name else [(None, "", None)]:
+            leaf, where = prefix + rule.leaf, rule.where.removeprefix("no ")
+            if leaf not in arrays or (where and (prefix + where in arrays) != (where == rule.where)):
                 continue
             piece = Piece(leaf, repeat, arrays[leaf].shape[0 if repeat is None else 1:])
             if len(piece.shape) != len(rule.ours.split()):
@@ -141,9 +145,11 @@ def _place(rule: Rule, piece: Piece, sizes: Mapping[str, int], layer: int | None
             ours.append(dim)
             index.append(slice(0, long[dim]) if token.startswith(":") else slice(None))
         else:
+            assert re.fullmatch(r"-?\d+|\{expert\}", token), f"{rule.name}: {dim} is in {rule.ours!r} alone"
             index.append(int(token.format(expert=expert)) % size)
     assert sorted(ours) == sorted(theirs), f"{rule.name}: {rule.theirs!r} and {rule.ours!r} have different dims"
     return Place(
+        rule=rule,
         name=rule.name.format(layer=layer, expert=expert),
         shape=tuple(math.prod(long[dim] for dim in group) for group in groups),
         piece=piece,

@@ -20,35 +20,19 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from maxtext.config.reason import reason
 from maxtext.config.schema import ModelConfig
 from maxtext.convert import ConvertError
 from maxtext.convert.families import family_for
 from maxtext.convert.hf import Folder
 from maxtext.convert.mapping import layer_places, places
 from maxtext.convert.saved import PARAMS, Saved
+from maxtext.convert.trace import Trace
 from maxtext.model.decoder import Block, Context, Decoder, block_forward, embed, make_context
 from maxtext.model.layers import rms_norm
 from maxtext.parallel.mesh import AXES
 from maxtext.parallel.sharding import sharding, spec
 
 _TOKENS_AT_ONCE = 64  # float64 rows of the vocabulary that exist at one time
-
-
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """What one side computes.
-
-    Attributes:
-      tokens_BT: int32 ids.
-      logits_BTV: float32.
-      hidden: float32 (B, T, D) of the embedding, then after each layer; the last one is after the final norm, as in
-        transformers. None when the golden has none.
-    """
-
-    tokens_BT: np.ndarray
-    logits_BTV: np.ndarray
-    hidden: list[np.ndarray] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +67,23 @@ LIMITS = {
 
 
 def ours(saved: Saved, tokens_BT: np.ndarray, dtype: str) -> Trace:
-    """Runs a checkpoint of ours, layer by layer, on as many devices as its width and the rows divide over."""
-    model = saved.cfg.model
-    ways = max(n for n in range(1, len(jax.devices()) + 1) if model.d_model % n == 0 and len(tokens_BT) % n == 0)
-    mesh = Mesh(np.asarray(jax.devices()[:ways]).reshape([ways if axis == "fsdp" else 1 for axis in AXES]), AXES,
-                axis_types=(AxisType.Explicit,) * len(AXES))
+    """Runs a checkpoint of ours, layer by layer."""
+    mesh = mesh_for(saved.cfg.model, len(tokens_BT))
     with jax.set_mesh(mesh):
         tokens = jax.device_put(np.asarray(tokens_BT, np.int32), sharding(mesh, "batch", None))
-        return run_layers(saved.params(mesh), tokens, model, jnp.dtype(dtype))
+        return run_layers(saved.params(mesh), tokens, without_capacity(saved.cfg.model), jnp.dtype(dtype))
+
+
+def mesh_for(model: ModelConfig, rows: int) -> Mesh:
+    """As many devices as the model's width and the rows divide over."""
+    ways = max(n for n in range(1, len(jax.devices()) + 1) if model.d_model % n == 0 and rows % n == 0)
+    return Mesh(np.asarray(jax.devices()[:ways]).reshape([ways if axis == "fsdp" else 1 for axis in AXES]), AXES,
+                axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def without_capacity(model: ModelConfig) -> ModelConfig:
+    """The model when nothing is trained: no token is dropped for an expert's capacity."""
+    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, capacity_factor=None))
 
 
 def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype) -> Trace:
@@ -108,18 +101,23 @@ def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dt
         return x_BTD, jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
                                  out_sharding=spec("batch", None, "vocab"))
 
-    run_block = jax.jit(functools.partial(block_forward, cfg=cfg), static_argnames="window")
     x_BTD, context = start(p, tokens_BT)
     hidden = [_host(x_BTD)]
-    for block, window in zip(_blocks(p, cfg), cfg.layer_windows, strict=True):
-        x_BTD, _ = run_block(block, x_BTD, context, window=window)
+    for block, window in zip(blocks(p, cfg), cfg.layer_windows, strict=True):
+        x_BTD = run_block(block, x_BTD, context, cfg, window)
         hidden.append(_host(x_BTD))
     x_BTD, logits_BTV = finish(p, x_BTD)
     hidden[-1] = _host(x_BTD)
     return Trace(np.asarray(tokens_BT), _host(logits_BTV), hidden)
 
 
-def _blocks(p: Decoder, cfg: ModelConfig) -> Iterator[Block]:
+@functools.partial(jax.jit, static_argnames=("cfg", "window"))
+def run_block(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig, window: int | None) -> jax.Array:
+    """One layer."""
+    return block_forward(p, x_BTD, context, cfg, window)[0]
+
+
+def blocks(p: Decoder, cfg: ModelConfig) -> Iterator[Block]:
     """The blocks in the order of the layers."""
     for name, repeat in layer_places(cfg):
         _, segment, position = name.split(".")
@@ -134,52 +132,6 @@ def _slice(stacked: Block, repeat: int) -> Block:
 
 def _host(x: jax.Array) -> np.ndarray:
     return np.asarray(x).astype(np.float32)
-
-
-# ---- the other side
-
-
-def golden(path: str) -> Trace:
-    """A saved trace: input_ids (B, T), logits (B, T, V) and, if it has them, hidden_states (layers + 1, B, T, D)."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
-        raise ConvertError(f"{path}: cannot be read as .npz: {reason(error)}") from None
-    missing = [name for name in ("input_ids", "logits") if name not in found]
-    if missing:
-        raise ConvertError(f"{path}: has no {' and no '.join(missing)}; it has {', '.join(found)}")
-    ids, logits = found["input_ids"], found["logits"]
-    if ids.ndim != 2 or logits.shape[:2] != ids.shape or logits.ndim != 3:
-        raise ConvertError(f"{path}: input_ids {ids.shape} and logits {logits.shape} must be (B, T) and (B, T, V)")
-    hidden = found.get("hidden_states")
-    return Trace(ids.astype(np.int32), logits.astype(np.float32),
-                 None if hidden is None else [h.astype(np.float32) for h in hidden])
-
-
-def save_golden(path: str, trace: Trace) -> None:
-    np.savez_compressed(path, input_ids=trace.tokens_BT, logits=trace.logits_BTV,
-                        **({} if trace.hidden is None else {"hidden_states": np.stack(trace.hidden)}))
-
-
-def transformers_trace(path: str, tokens_BT: np.ndarray, dtype: str = "float32") -> Trace:
-    """Runs transformers' own model of a folder, on CPU, with plain attention."""
-    try:
-        import torch  # pyright: ignore[reportMissingImports]  optional
-        import transformers  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConvertError(f"running the other side needs torch and transformers ({error}); pip install torch "
-                           "transformers, or compare with a saved golden: --golden FILE.npz") from None
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
-    logits, hidden = [], []
-    with torch.no_grad():
-        for row in tokens_BT:  # one row at a time: plain attention keeps all scores
-            out = model(torch.from_numpy(row[None].astype(np.int64)), output_hidden_states=True, use_cache=False)
-            logits.append(out.logits.float().numpy())
-            hidden.append([state.float().numpy() for state in out.hidden_states])
-    states = [np.concatenate(layer) for layer in zip(*hidden, strict=True)]
-    return Trace(tokens_BT.astype(np.int32), np.concatenate(logits), states)
 
 
 # ---- comparison
@@ -311,6 +263,12 @@ def markdown(report: dict[str, Any]) -> str:
         "top1_agreement_as_bfloat16", "nll_ours", "nll_reference")]
     lines += ["", f"Weights that differ: {len(report['different_weights'])}"]
     lines += [f"- {w['name']}: {w['difference']:.3g} {w['note']}".rstrip() for w in report["different_weights"][:50]]
+    if report["blocks"]:
+        lines += ["", f"First part that differs when fed with the reference's input: "
+                  f"{report['first_wrong_block'] or 'none'}"]
+        lines += [f"Likely cause: {report['likely_cause']}"] if report["first_wrong_block"] else []
+        lines += ["", "| part | relative |", "|---|---|"]
+        lines += [f"| {row['name']} | {row['relative']:.3g} |" for row in report["blocks"]]
     if report["layers"]:
         lines += ["", f"First layer that diverges: {report['first_diverging_layer'] or 'none'}", "",
                   "| hidden states after | max difference | relative |", "|---|---|---|"]

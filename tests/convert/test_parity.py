@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.convert import ConvertError, parity
+from maxtext.convert import ConvertError, parity, trace
 from maxtext.convert.commands import run
 from maxtext.convert.parity import LIMITS, Trace, compare
 from maxtext.convert.saved import open_saved
@@ -96,7 +96,7 @@ def test_bfloat16_has_its_own_limits(tmp_path):
     assert 1e-7 < report["mean_kl"] < 1.5e-4
     assert report["top1_agreement"] > 0.9
     assert report["max_logit_difference"] > 1e-3  # it really was computed in bfloat16
-    logits = parity.ours(open_saved(str(tmp_path / "out")), parity.golden(str(golden("olmo3_gqa"))).tokens_BT,
+    logits = parity.ours(open_saved(str(tmp_path / "out")), trace.load(str(golden("olmo3_gqa"))).tokens_BT,
                          "bfloat16").logits_BTV
     assert (logits != logits.astype(ml_dtypes.bfloat16)).mean() > 0.9  # but for the logits, which are not rounded
 
@@ -195,8 +195,8 @@ def test_a_golden_without_hidden_states_compares_logits_alone(tmp_path):
     assert run([*arguments, "--save-golden", str(tmp_path / "kept.npz"), "--report", str(tmp_path / "report")]) == 0
     report = json.loads((tmp_path / "report" / "parity.json").read_text())
     assert (report["layers"], report["rows"], report["length"]) == ([], 2, 40)
-    np.testing.assert_array_equal(parity.golden(str(tmp_path / "kept.npz")).logits_BTV,
-                                  parity.golden(str(golden("olmo2"))).logits_BTV)
+    np.testing.assert_array_equal(trace.load(str(tmp_path / "kept.npz")).logits_BTV,
+                                  trace.load(str(golden("olmo2"))).logits_BTV)
 
 
 @pytest.mark.parametrize(("arrays", "message"), [
@@ -207,4 +207,4 @@ def test_a_golden_without_hidden_states_compares_logits_alone(tmp_path):
 def test_goldens_that_are_none(tmp_path, arrays, message):
     np.savez(tmp_path / "golden.npz", **arrays)
     with pytest.raises(ConvertError, match=message):
-        parity.golden(str(tmp_path / "golden.npz"))
+        trace.load(str(tmp_path / "golden.npz"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxtext.config.schema import Config, DataConfig, OptimConfig, TrainConfig
-from maxtext.convert import parity
+from maxtext.convert import trace
 from maxtext.convert.commands import run
 from maxtext.convert.saved import open_saved
 from maxtext.model.loss import nll
@@ -131,13 +131,13 @@ def test_parity_with_transformers_on_real_text(imported, folder, monkeypatch):
     """bfloat16 beats the published 1.5e-3 of mean KL and 98.75% top-1; float32 is within its own limits."""
     for package in ("torch", "transformers"):
         materials.imported(package)
-    trace, traces = parity.transformers_trace, []
+    record, traces = trace.record, []
 
-    def once(path, tokens_BT):
-        traces.append(traces[0] if traces else trace(path, tokens_BT))
+    def once(path, tokens_BT, **options):
+        traces.append(traces[0] if traces else record(path, tokens_BT, **options))
         return traces[-1]
 
-    monkeypatch.setattr(parity, "transformers_trace", once)
+    monkeypatch.setattr(trace, "record", once)
     for dtype, kl, nll_gap in (("bfloat16", 1e-3, 2e-3), ("float32", 1e-8, 1e-5)):
         assert run(["verify", str(imported), str(folder), "--dtype", dtype, "--rows", "1", "--length", "512"]) == 0
         report = json.loads((imported / "parity.json").read_text())

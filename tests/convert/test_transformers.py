@@ -11,7 +11,7 @@ from maxtext.checkpoint.manager import Checkpoints
 from maxtext.config.architecture import RopeScalingConfig
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import DataConfig, SourceConfig
-from maxtext.convert import parity
+from maxtext.convert import trace
 from maxtext.convert.commands import run
 from maxtext.model.decoder import Decoder
 from maxtext.train.state import init_state
@@ -80,8 +80,8 @@ def test_an_import_that_is_exported_again(tmp_path, name):
     """Against transformers on the export, and against the committed golden: the fixture is what it says it is."""
     assert run(["import", str(HF / name), str(tmp_path / "out")]) == 0
     assert run(["export", str(tmp_path / "out"), str(tmp_path / "hf")]) == 0
-    golden = parity.golden(str(HF / name / "expected.npz"))
-    theirs = parity.transformers_trace(str(tmp_path / "hf"), golden.tokens_BT, "float32")
+    golden = trace.load(str(HF / name / "expected.npz"))
+    theirs = trace.record(str(tmp_path / "hf"), golden.tokens_BT, modules=False)
     np.testing.assert_allclose(theirs.logits_BTV, golden.logits_BTV, atol=2e-6)
     assert len(theirs.hidden) == len(golden.hidden)
     for ours, kept in zip(theirs.hidden, golden.hidden, strict=True):
