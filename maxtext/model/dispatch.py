@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.config.architecture import Activation
-from maxtext.model.experts import Experts, run_experts
+from maxtext.model.experts import Experts, run_experts, run_experts_in_chunks
 from maxtext.model.router import TOKEN_AXES, Assignments
 from maxtext.parallel.collectives import exchange, vary, varying_axes
 from maxtext.parallel.sharding import RULES
@@ -29,8 +29,8 @@ def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation
     """Sum over each token's assignments of weight * expert(x), with experts on any device of the expert axis.
 
     A device's own experts, `p`, are those from E * (its index) on. Ids beyond all experts' are none's. A token is sent
-    once to a device, however many of its experts are there. The backward pass computes each round again, so that one
-    round's activations exist at a time.
+    once to a device, however many of its experts are there. The backward pass computes each round again, so that the
+    messages of one round exist at a time. Sums over devices are float32, in both passes.
 
     Returns:
       (N, D) in the dtype of x.
@@ -38,7 +38,8 @@ def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation
     devices, experts = jax.lax.axis_size(AXIS), p.gate_up.shape[0]
     if devices == 1:
         return run_experts(p, x_ND, chosen, activation)
-    tokens = x_ND.shape[0]
+    (tokens, _), dtype = x_ND.shape, x_ND.dtype
+    x_ND = x_ND.astype(jnp.float32)
     message = min(tokens, math.ceil(tokens / devices * SLACK))
     rounds = math.ceil(tokens / message)
     bound_PN = (chosen.ids_NK // experts == jnp.arange(devices)[:, None, None]).any(-1)
@@ -52,29 +53,29 @@ def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation
     @jax.checkpoint
     def contribution(p: Experts, x_ND: jax.Array, chosen: Assignments, index: jax.Array, queue_PR: jax.Array):
         sizes_P = jnp.clip(counts_P - index * message, 0, message)
-        run = functools.partial(_round, activation=activation)
+        run = functools.partial(_round, activation=activation, dtype=dtype)
         return jax.lax.cond(index * message < needed, run, _nothing, p, x_ND, chosen, queue_PR, sizes_P)
 
     def body(out_ND: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return out_ND + contribution(p, x_ND, chosen, *xs), None
 
     start_ND = _nothing(p, x_ND, chosen)
-    return jax.lax.scan(body, start_ND, (jnp.arange(rounds), queue_IPR))[0].astype(x_ND.dtype)
+    return jax.lax.scan(body, start_ND, (jnp.arange(rounds), queue_IPR))[0].astype(dtype)
 
 
 def _nothing(p: Experts, x_ND: jax.Array, *_: object) -> jax.Array:
-    return vary(jnp.zeros(x_ND.shape, jnp.float32), varying_axes(x_ND, p.gate_up))
+    return vary(jnp.zeros_like(x_ND), varying_axes(x_ND, p.gate_up))
 
 
 def _round(p: Experts, x_ND: jax.Array, chosen: Assignments, queue_PR: jax.Array, sizes_P: jax.Array,
-           activation: Activation) -> jax.Array:
-    """What the tokens `queue_PR` get from their experts; of each row only the first `sizes_P` are meant. Float32."""
+           activation: Activation, dtype: jnp.dtype) -> jax.Array:
+    """What the tokens `queue_PR` get from their experts; of each row only the first `sizes_P` are meant."""
     devices, message = queue_PR.shape
-    experts = p.gate_up.shape[0]
+    experts, choices = p.gate_up.shape[0], chosen.ids_NK.shape[1]
     own_PRK = chosen.ids_NK[queue_PR] - experts * jnp.arange(devices, dtype=jnp.int32)[:, None, None]
     own_PRK = jnp.where((own_PRK >= 0) & (own_PRK < experts), own_PRK, experts)
     weights_PRK = chosen.weights_NK[queue_PR]
-    if experts < own_PRK.shape[-1]:  # a token has at most E assignments on one device
+    if experts < choices:  # a token has at most E assignments on one device
         first_PRE = jnp.argsort(own_PRK, axis=-1)[..., :experts]
         own_PRK = jnp.take_along_axis(own_PRK, first_PRE, -1)
         weights_PRK = jnp.take_along_axis(weights_PRK, first_PRE, -1)
@@ -83,7 +84,9 @@ def _round(p: Experts, x_ND: jax.Array, chosen: Assignments, queue_PR: jax.Array
     there_PR = jnp.arange(message)[None] < came_P[:, None]
     ids_PRK = jnp.where(there_PR[..., None], send(own_PRK), experts)
     arrived = Assignments(*(array.reshape(devices * message, -1) for array in (ids_PRK, send(weights_PRK))))
-    y_ND = run_experts(p, send(x_ND[queue_PR]).reshape(devices * message, -1), arrived, activation)
+    came_ND = send(x_ND[queue_PR].astype(dtype)).reshape(devices * message, -1)
+    # A token that comes here has so many experts here, if experts are drawn evenly; room for more is seldom used.
+    share = choices / devices / (1 - (1 - 1 / devices) ** choices)
+    y_ND = run_experts_in_chunks(p, came_ND, arrived, activation, math.ceil(devices * message * share))
     y_PRD = exchange(y_ND.reshape(devices, message, -1), came_P, sizes_P, AXIS)
-    meant_PR1 = (jnp.arange(message)[None] < sizes_P[:, None])[..., None]
-    return _nothing(p, x_ND).at[queue_PR].add(jnp.where(meant_PR1, y_PRD, 0).astype(jnp.float32))
+    return _nothing(p, x_ND).at[queue_PR].add(y_PRD.astype(jnp.float32))  # zeros where nothing was meant

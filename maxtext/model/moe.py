@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.config.architecture import ModelConfig
 from maxtext.model.dispatch import run_distributed
 from maxtext.model.experts import Experts
-from maxtext.model.layers import Mlp, mlp
+from maxtext.model.layers import Mlp, mlp, mlp_params
 from maxtext.model.router import (
     TOKEN_AXES,
     Assignments,
@@ -45,7 +45,6 @@ class Moe:
 
 def moe_params(cfg: ModelConfig) -> Moe:
     moe, width, experts = cfg.moe, cfg.d_model, cfg.moe.experts
-    shared = moe.shared_experts * moe.d_expert
     return Moe(
         router=Param((width, experts), ("embed", None)),
         gate_up=Param((experts, width, 2, moe.d_expert), ("expert", "expert_embed", None, "mlp")),
@@ -54,8 +53,7 @@ def moe_params(cfg: ModelConfig) -> Moe:
         selection_bias=Param((experts,), (None,), init="zeros", trained=False) if moe.selection_bias else None,
         gate_up_bias=_bias((experts, 2, moe.d_expert), ("expert", None, "mlp")) if moe.expert_bias else None,
         down_bias=_bias((experts, width), ("expert", None)) if moe.expert_bias else None,
-        shared=Mlp(gate_up=Param((width, 2, shared), ("embed", None, "mlp")),
-                   down=Param((shared, width), ("mlp", "embed"))) if shared else None,
+        shared=mlp_params(cfg, moe.shared_experts * moe.d_expert) if moe.shared_experts else None,
     )
 
 

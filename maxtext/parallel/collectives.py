@@ -53,8 +53,8 @@ def exchange(x_PR: jax.Array, sent_P: jax.Array | None, came_P: jax.Array | None
     """Row p of (P, R, ...) goes to device p of the axis; row p of the result came from there.
 
     Args:
-      sent_P, came_P: int32 numbers of entries of each row that matter, here and in the result. What stands in the
-        others is not defined. None: all matter.
+      sent_P, came_P: int32 numbers of entries of each row that matter, here and in the result. The others come as they
+        were sent, or as zeros. None: all matter.
     """
     if sent_P is None or came_P is None:
         return jax.lax.all_to_all(x_PR, axis, split_axis=0, concat_axis=0, tiled=True)
