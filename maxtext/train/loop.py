@@ -31,6 +31,7 @@ from maxtext.model.cost import count_params, flops_per_token, peak_flops
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.train.console import Console, host_memory_gib
+from maxtext.train.expert_loads import ExpertLoads
 from maxtext.train.lock import run_lock
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.resume import check_files, check_new_run, check_same_run
@@ -124,7 +125,9 @@ class Run:
                 file.write(config_text)
         # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
         kept = -1 if restored is None else self.step
-        self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=jax.process_index() == 0)
+        primary = jax.process_index() == 0
+        self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=primary)
+        self.loads = ExpertLoads(cfg.run_dir, cfg, resume_step=kept, primary=primary)
         console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, self.batches.describe(), data.eval_sets))
 
     def loop(self, stopper: Stopper) -> Outcome:
@@ -164,6 +167,7 @@ class Run:
     def close(self) -> None:
         self.batches.close()
         self.writer.close()
+        self.loads.close()
         self.checkpoints.close()
         self.console.close()
 
@@ -200,7 +204,10 @@ class Run:
         if spoilt or not math.isfinite(values["cross_entropy"]):
             raise TrainingError(self._not_finite(step, values))
         record = step_record(self.cfg, step, values, seconds, wait_seconds, self.mesh)
-        return record if router is None else record | router_record(self.cfg, router)
+        if router is None:
+            return record
+        self.loads.write(step, router["load"])
+        return record | router_record(self.cfg, router)
 
     def _not_finite(self, step: int, values: dict[str, float]) -> str:
         newest = self.checkpoints.latest()

@@ -182,6 +182,11 @@ def _number(value: Any) -> int | float:
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:
-    safe = {name: value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
-            for name, value in record.items()}
-    return json.dumps(safe, allow_nan=False).encode() + b"\n"
+    return json.dumps({name: _safe(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+
+
+def _safe(value: Any) -> Any:
+    """A number that JSON has, or its name; a list of finite numbers is itself."""
+    if isinstance(value, list) or math.isfinite(value):
+        return value
+    return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
