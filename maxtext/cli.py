@@ -26,6 +26,7 @@ verbs
   checkpoint merge OUT RUN[@STEP] ...        the average of the weights of several checkpoints
   convert import | export | verify [...]     weights of transformers and OLMo-core in and out
   eval MODEL [--sets ...] [--tasks ...]      held-out sets and tasks on a checkpoint or a transformers folder
+  generate MODEL --prompt TEXT [...]         what a checkpoint or a transformers folder goes on with
   report RUN                                 write report.html and loss.png of a run
 
 `maxtext VERB --help` says more. `python train.py` is `maxtext train`.
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     verbs: dict[str, Callable[[list[str]], int]] = {
         "train": train, "config": _config, "data": _data, "checkpoint": _checkpoint, "convert": _convert,
-        "eval": _eval, "report": _report,
+        "eval": _eval, "generate": _generate, "report": _report,
     }
     if argv[0] not in verbs:
         import difflib
@@ -182,6 +183,17 @@ def _eval(argv: list[str]) -> int:
 
     try:
         return run(argv, Loaded)
+    except ConvertError as error:
+        return _mistake(error)
+
+
+def _generate(argv: list[str]) -> int:
+    from maxtext.convert import ConvertError
+    from maxtext.convert.loaded import Loaded
+    from maxtext.eval.ask import run
+
+    try:
+        return run(argv, lambda path: Loaded(path, lambda text: print(text, file=sys.stderr)))
     except ConvertError as error:
         return _mistake(error)
 

@@ -248,6 +248,9 @@ def _held_out(cfg: Config) -> Iterator[Problem]:
     if cfg.generate.prompts and cfg.eval.tokenizer is None and cfg.data.prepared is None:
         yield "generate.prompts", ("generate.prompts are text, which needs a tokenizer; set eval.tokenizer to the file "
                                    "that the token files were made with, or give data.prepared")
+    if cfg.generate.prompts and cfg.generate.every is None and cfg.eval.every is None:
+        yield "generate.prompts", ("generate.prompts are completed with each evaluation, and eval.every is null; set "
+                                   "generate.every")
     twice = sorted({name for name in cfg.eval.tasks if cfg.eval.tasks.count(name) > 1})
     if twice:
         yield "eval.tasks", f"{', '.join(twice)} is listed twice; list each task once"

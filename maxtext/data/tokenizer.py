@@ -19,7 +19,8 @@ from maxtext.config.reason import reason
 from maxtext.data import DataError
 
 SPACE_MARK = "\u2581"
-EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]")
+EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]",
+             "<\uff5cend\u2581of\u2581sentence\uff5c>")
 PAD_NAMES = ("<|pad|>", "<pad>", "<|padding|>", "[PAD]")
 
 
@@ -56,6 +57,17 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of one text, without special tokens."""
         return self.encode_batch([text])[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text that a model goes on from: with the start that its documents have, if the file gives one.
+
+        The name of a special token inside the text is that token, where the file has such names.
+        """
+        return self.encode(text)
+
+    def named_id(self, name: str) -> int | None:
+        """The id of a token by its spelling in the file, None when there is none."""
+        raise NotImplementedError
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that the ids stand for; special ids stand for none."""
@@ -129,6 +141,10 @@ class SentencePieceTokenizer(Tokenizer):
             batch.append(ids)
         return batch
 
+    def named_id(self, name: str) -> int | None:
+        i = self._model.piece_to_id(name)
+        return i if self._model.id_to_piece(i) == name else None
+
 
 class JsonTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`: byte-level BPE (GPT-2's byte alphabet) or SentencePiece-like pieces."""
@@ -162,6 +178,16 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self._tokenizer.encode(text).ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def named_id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
 
 
 def load_tokenizer(path: str | Path, eos: str | None = None, pad: str | None = None) -> Tokenizer:

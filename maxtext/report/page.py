@@ -18,12 +18,14 @@ from maxtext.report.tasks import task_charts, tasks_table
 
 _HERE = Path(__file__).parent
 _AVERAGES = ("macro", "micro")
+_SAMPLES = 5  # of each prompt
 
 
 def render(run: RunFiles, overlay: Overlay | None = None) -> str:
     """Return the whole page of a run, with its curve over a reference's if there is one."""
     sections = [_header(run), _tiles(run), f'<div class="charts">{"".join(charts(run))}</div>',
-                section(overlay, run) if overlay else "", _held_out(run), tasks_table(run), load_map(run), _config(run)]
+                section(overlay, run) if overlay else "", _held_out(run), tasks_table(run), load_map(run),
+                _samples(run), _config(run)]
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.name)}</title>\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<style>\n{(_HERE / 'page.css').read_text()}</style></head>\n<body>\n{chr(10).join(sections)}\n"
@@ -102,7 +104,8 @@ def _tiles(run: RunFiles) -> str:
     _, rates = tokens_per_second(run)
     if rates:
         tiles.append(("tokens/s, median", short(statistics.median(rates)), "all devices"))
-    timed = ("time/step (s)", "time/compile (s)", "time/checkpoint (s)", "throughput/in-loop eval time (s)")
+    timed = ("time/step (s)", "time/compile (s)", "time/checkpoint (s)", "time/samples (s)",
+             "throughput/in-loop eval time (s)")
     seconds = sum(sum(run.series(name)[1]) for name in timed)
     if seconds:
         tiles.append(("time at work", _hours(seconds), "updates, evaluations, saves"))
@@ -137,6 +140,22 @@ def _held_out(run: RunFiles) -> str:
     body = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in rows)
     table = f"<table><tr>{_cells(head, 'th')}</tr>{body}</table>"
     return f'<section><h2>Held-out evaluation</h2><div class="scroll">{table}</div></section>'
+
+
+def _samples(run: RunFiles) -> str:
+    """What the model added to each prompt, at a few steps from the first to the last."""
+    by_prompt: dict[str, list[tuple[int, str]]] = {}
+    for one in run.samples:
+        by_prompt.setdefault(str(one.get("prompt")), []).append((one["step"], one["text"]))
+    rows = []
+    for prompt, found in by_prompt.items():
+        shown = sorted({round(i * (len(found) - 1) / (_SAMPLES - 1)) for i in range(_SAMPLES)})
+        for step, text in (found[i] for i in shown):
+            rows.append(f"<tr><td>{step:,}</td><td><b>{html.escape(prompt)}</b>{html.escape(text)}</td></tr>")
+    if not rows:
+        return ""
+    table = f"<table class=samples><tr>{_cells(['update', 'text'], 'th')}</tr>{''.join(rows)}</table>"
+    return f'<section><h2>Samples</h2><div class="scroll">{table}</div></section>'
 
 
 def _config(run: RunFiles) -> str:

@@ -1,8 +1,11 @@
-"""Reading a run directory: metrics.jsonl and config.yml.
+"""Reading a run directory: metrics.jsonl, samples.jsonl and config.yml.
 
 metrics.jsonl has one JSON object a line, {"step": n, "metric name": number, ...}, in ascending steps. JSON has no NaN
 or infinity, so these stand as the strings "NaN", "Infinity" and "-Infinity" (as in proto3's JSON): every JSON reader
 accepts the file, and float(...), Number(...) and pandas.to_numeric give the number back.
+
+samples.jsonl, of runs with generate.prompts, has one JSON object for each prompt and step that it was completed at,
+{"step": n, "prompt": text, "text": what the model added}, in ascending steps.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import yaml
 
+SAMPLES = "samples.jsonl"
 Record = dict[str, Any]  # metric -> number, and step -> int
 
 _LINE = re.compile(rb'\{"step": (\d+)[,}]')
@@ -91,6 +95,7 @@ class RunFiles:
     records: list[Record]
     config_text: str  # empty when there is no config.yml
     config: dict[str, Any]
+    samples: list[Record] = dataclasses.field(default_factory=list)  # lines of samples.jsonl
 
     @property
     def name(self) -> str:
@@ -137,4 +142,13 @@ def read_run(run_dir: str) -> RunFiles:
     except yaml.YAMLError as error:
         tree = {}
         text = f"# config.yml is not YAML: {error}\n{text}"
-    return RunFiles(run_dir, [merged[step] for step in sorted(merged)], text, tree if isinstance(tree, dict) else {})
+    return RunFiles(run_dir, [merged[step] for step in sorted(merged)], text, tree if isinstance(tree, dict) else {},
+                    read_samples(os.path.join(run_dir, SAMPLES)))
+
+
+def read_samples(path: str) -> list[Record]:
+    """Read the whole lines of a samples file; none when there is no file."""
+    if not os.path.isfile(path):
+        return []
+    with open(path, "rb") as file:
+        return [json.loads(line) for line in file if line.endswith(b"\n") and step_of(line) is not None]

@@ -6,6 +6,7 @@ the names that metrics.jsonl has.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -150,6 +151,11 @@ class Console:
     def evaluation(self, step: int, scores: Metrics, seconds: float | None = None) -> None:
         """Print held-out scores."""
         self._print(evaluation_line(step, scores, seconds))
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Print what the model adds to a prompt, such as `sample 100 | "The list" -> " is empty.\\n"`."""
+        shown = (json.dumps(part, ensure_ascii=False) for part in (prompt, text))
+        self._print(f"sample {step} | {' -> '.join(shown)}")
 
     def note(self, text: str) -> None:
         """Print a line."""

@@ -35,6 +35,7 @@ from maxtext.train.expert_loads import ExpertLoads
 from maxtext.train.lock import run_lock
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.resume import check_files, check_new_run, check_same_run
+from maxtext.train.samples import Samples
 from maxtext.train.state import TrainState, abstract_state, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
 from maxtext.train.stop import Stopper
@@ -119,6 +120,11 @@ class Run:
             self.batches.set_state(restored.extra["data"])
             console.note(f"resuming {cfg.run_dir} from update {self.step} of {cfg.train.steps}")
         self.evaluate = Evaluations(cfg, data, mesh) if cfg.eval.every is not None else None
+        # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
+        kept, primary = -1 if restored is None else self.step, jax.process_index() == 0
+        self.samples: Samples | None = None
+        if cfg.generate.prompts:
+            self.samples = Samples(cfg, data.tokenizer, resume_step=kept, primary=primary)
         os.makedirs(cfg.run_dir, exist_ok=True)
         if jax.process_index() == 0:
             with open(os.path.join(cfg.run_dir, "config.yml"), "w") as file:
@@ -145,12 +151,15 @@ class Run:
                 self._write(previous[0], self._read(*previous))
             stopped_by = stopper.reason()
             save, evaluate = self._due(cfg.checkpoint.every), self._due(cfg.eval.every, cfg.eval.at_end)
-            if save or evaluate or stopped_by:
+            sample = self._samples_due(evaluate)
+            if save or evaluate or sample or stopped_by:
                 self.record, unread = self._read(*unread), None
                 if save or stopped_by:
                     self._save(wait=bool(stopped_by))
                 if evaluate:
                     self.record |= self._evaluate()
+                if sample:
+                    self._sample()
                 try:
                     if self.step == cfg.train.steps:
                         self._wait()
@@ -174,6 +183,10 @@ class Run:
     def _due(self, every: int | None, at_end: bool = True) -> bool:
         return (at_end and self.step == self.cfg.train.steps) or (every is not None and self.step % every == 0)
 
+    def _samples_due(self, evaluated: bool) -> bool:
+        every = self.cfg.generate.every
+        return self.samples is not None and (evaluated if every is None else self.step > 0 and self._due(every))
+
     def _compile(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
         """Compiles the step once, ahead of the first batch, so that no later call can compile again unnoticed."""
         self.clock.lap("start")
@@ -184,14 +197,15 @@ class Run:
         """Before the first update: the initial evaluation, or the line of the restored update if it was cut off."""
         if last_step(self.cfg.run_dir) >= self.step:
             return
+        evaluate = self._due(self.cfg.eval.every, self.cfg.eval.at_end)
         if self.step == 0:
-            self.record = {"model/parameters": count_params(self.cfg.model)}
-            if self.cfg.eval.at_start:
-                self.record |= self._evaluate()
-            if self.cfg.checkpoint.save_at_start:
-                self._save(wait=False)
-        elif self._due(self.cfg.eval.every, self.cfg.eval.at_end):
+            self.record, evaluate = {"model/parameters": count_params(self.cfg.model)}, self.cfg.eval.at_start
+        if evaluate:
             self.record |= self._evaluate()
+        if self._samples_due(evaluate):
+            self._sample()
+        if self.step == 0 and self.cfg.checkpoint.save_at_start:
+            self._save(wait=False)
         self._write(self.step, self.record)
 
     def _read(self, step: int, metrics: StepMetrics, wait_seconds: float) -> Record:
@@ -236,6 +250,12 @@ class Run:
         seconds = time.perf_counter() - began
         self.console.evaluation(self.step, scores, seconds)
         return scores | {"throughput/in-loop eval time (s)": seconds}
+
+    def _sample(self) -> None:
+        assert self.samples is not None
+        with self.clock.apart("samples"):
+            for one in self.samples(self.step, self.state.params):
+                self.console.sample(self.step, one.prompt, one.text)
 
     def _write(self, step: int, record: Record) -> None:
         self.writer.write(step, record | self.clock.take_apart())

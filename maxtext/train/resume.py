@@ -17,7 +17,7 @@ FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.s
 # Where the data lies may change; the data position in the checkpoint knows the data itself by its fingerprint.
 MOVABLE = re.compile(r"data\.(prepared|sources\.[^.]+\.(paths|root|mix))")
 QUIET = ("data.prefetch", "data.workers", "description", "output_dir", "run_name", "mesh.", "checkpoint.", "eval.",
-         "log.", "train.steps", "train.max_seconds", "train.remat.", "train.loss_chunk_tokens",
+         "generate.", "log.", "train.steps", "train.max_seconds", "train.remat.", "train.loss_chunk_tokens",
          "train.gradient_accumulation_steps")
 
 
@@ -71,7 +71,7 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
 
 def check_files(cfg: Config) -> None:
     """Raises ResumeError when a folder stands where the run writes a file: it would train without a record."""
-    for name in ("metrics.jsonl", "config.yml"):
+    for name in ("metrics.jsonl", "config.yml", "samples.jsonl"):
         path = os.path.join(cfg.run_dir, name)
         if os.path.isdir(path):
             raise ResumeError(f"{path} is a folder, but the run writes a file there; move it away, or choose another "

@@ -209,6 +209,9 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({"eval__sets": {"s": EvalSetConfig(())}}, "eval.sets.s.paths", "an empty list"),
     ({"eval__tasks": ("copa_rc_0shot",)}, "eval.tokenizer", "set eval.tokenizer to the file that the token"),
     ({"eval__tasks": ("a", "b", "a"), "eval__tokenizer": "t.json"}, "eval.tasks", "a is listed twice"),
+    ({"generate__prompts": ("a",), "generate__every": 1}, "generate.prompts", "set eval.tokenizer to the file that"),
+    ({"generate__prompts": ("a",), "eval__tokenizer": "t.json"}, "generate.prompts",
+     "generate.prompts are completed with each evaluation, and eval.every is null; set generate.every"),
     ({"run_name": ""}, "run_name", "run_name '' is not the name of one folder"),
     ({"run_name": "../x"}, "run_name", "is not the name of one folder"),
     ({"run_name": "a/b"}, "run_name", "is not the name of one folder"),
@@ -265,6 +268,8 @@ def test_a_broken_rule_is_one_problem_that_names_keys_and_numbers(change, key, m
     {"checkpoint__keep_every": 2000}, {"checkpoint__every": None},
     {"eval__every": 10, "eval__sets": {"s": EvalSetConfig(("p",))}},
     {"eval__every": 10, "eval__tasks": ("copa_rc_0shot",), "eval__tokenizer": "t.json"},
+    {"generate__prompts": ("a",), "generate__every": 1, "eval__tokenizer": "t.json"},
+    {"generate__prompts": ("a",), **PREPARED, "eval__every": 5},
     {"run_name": "a b.1-x"},
 ])
 def test_a_configuration_just_inside_the_rules_has_no_problem(change):

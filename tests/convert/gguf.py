@@ -117,7 +117,7 @@ def write_folder(data: bytes, folder: Path, **config: Any) -> None:
 
 def tokenizer(data: bytes) -> Any:
     """The byte-level tokenizer inside the file (digits one by one, then GPT-2's pattern)."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     metadata, _ = read(data)
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
@@ -127,6 +127,7 @@ def tokenizer(data: bytes) -> Any:
     built.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    built.decoder = decoders.ByteLevel()
     built.add_special_tokens([AddedToken(token, special=True, normalized=False)
                               for token, kind in zip(tokens, kinds, strict=True) if kind == 3])
     return built
