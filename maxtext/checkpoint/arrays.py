@@ -98,6 +98,11 @@ def read_leaf(path: str, name: str) -> np.ndarray:
         return np.asarray(reader.restore(path, args=wanted)[name])
 
 
+def read_row(path: str, name: str, row: int) -> np.ndarray | None:
+    """One row of a stored leaf, or None where it can only be read whole."""
+    return streamed.read_row(path, name, row) if streamed.is_streamed(path) else None
+
+
 def describe(state: PyTree) -> tuple[dict[str, Leaf], dict[str, jax.Array]]:
     """Every leaf's description, and what Orbax is given: no empty arrays, random keys as their words."""
     try:

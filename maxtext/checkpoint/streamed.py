@@ -111,6 +111,11 @@ def read(path: str, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     return found
 
 
+def read_row(path: str, name: str, row: int) -> np.ndarray:
+    """One row of a leaf on the host."""
+    return np.asarray(_open(path, name)[row].read().result())
+
+
 def read_leaf(path: str, name: str) -> np.ndarray:
     """One whole leaf on the host."""
     return np.asarray(_open(path, name).read().result())

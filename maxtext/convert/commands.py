@@ -16,7 +16,7 @@ import numpy as np
 
 from maxtext.checkpoint.manager import CheckpointError
 from maxtext.config.reason import placed, reason
-from maxtext.convert import ConvertError, hf, olmo_core, parity, replay, trace
+from maxtext.convert import ConvertError, export, hf, olmo_core, parity, replay, trace
 from maxtext.convert.saved import TOKENIZER, open_saved
 from maxtext.model.cost import count_params
 
@@ -105,11 +105,11 @@ def _export(options: argparse.Namespace) -> int:
     _on_the_host()
     started = time.monotonic()
     saved = open_saved(options.checkpoint, options.step)
-    rows, model_rows = hf.tokens_of(saved)["vocab_size"], saved.cfg.model.vocab_size
+    rows, model_rows = export.tokens_of(saved)["vocab_size"], saved.cfg.model.vocab_size
     vocabulary = None if options.keep_padding or rows is None or rows >= model_rows else int(rows)
     if not options.shard_gb > 0:
         raise ConvertError(f"--shard-gb {options.shard_gb:g} is not above 0")
-    hf.export_folder(saved, options.out, options.dtype, int(options.shard_gb * 1e9), vocabulary, print)
+    export.export_folder(saved, options.out, options.dtype, int(options.shard_gb * 1e9), vocabulary, print)
     _done(f"wrote {options.out} from {saved.step_dir}", started)
     return 0
 

@@ -102,7 +102,7 @@ _EXPERTS = (
     Rule(_BLOCK + "mlp.experts.{expert}.down_proj.weight", "D X", "mlp.down", "{expert} X D"),
 )
 _SHARED_EXPERTS = (
-    Rule(_BLOCK + "mlp.gate.e_score_correction_bias", "E", "mlp.selection_bias", "E"),
+    Rule(_BLOCK + "mlp.gate.e_score_correction_bias", "E", "mlp.selection_bias", "E", float32=True),
     Rule(_BLOCK + "mlp.shared_experts.gate_proj.weight", "S D", "mlp.shared.gate_up", "D 0 S"),
     Rule(_BLOCK + "mlp.shared_experts.up_proj.weight", "S D", "mlp.shared.gate_up", "D 1 S"),
     Rule(_BLOCK + "mlp.shared_experts.down_proj.weight", "D S", "mlp.shared.down", "S D"),

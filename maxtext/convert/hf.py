@@ -1,4 +1,4 @@
-"""Folders of Hugging Face transformers: read one into a checkpoint of ours, and write one from it.
+"""Folders of Hugging Face transformers, read into a checkpoint of ours; `export` writes them.
 
 A tensor that is missing, unknown, renamed or of another shape is named before anything is written. A square matrix that
 was transposed cannot be seen here; `maxtext convert verify` names the layer.
@@ -33,10 +33,10 @@ from maxtext.config.schema import (
 )
 from maxtext.config.validate import problems
 from maxtext.convert import ConvertError, safetensors
-from maxtext.convert.config_json import Family, read_model, write_config
-from maxtext.convert.families import family_for, family_of
+from maxtext.convert.config_json import read_model
+from maxtext.convert.families import family_of
 from maxtext.convert.mapping import Place, assemble, check_tensors, pieces, places
-from maxtext.convert.saved import PARAMS, TOKENIZER, Saved
+from maxtext.convert.saved import PARAMS, TOKENIZER
 from maxtext.convert.torch_files import open_bins
 from maxtext.model.decoder import decoder_params, leaf_names
 from maxtext.parallel.sharding import is_param
@@ -47,8 +47,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 # Types of weights, by torch's name of them.
 WEIGHT_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16),
                  "float16": np.dtype(np.float16)}
-# Keys of a config.json that say nothing about the architecture; an export writes them back as they came.
-_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Tensor(Protocol):
@@ -307,112 +305,3 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
         target.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return names
-
-
-# ---- export
-
-
-def export_folder(saved: Saved, path: str, dtype: str | None, shard_bytes: int, vocabulary: int | None,
-                  note: Callable[[str], None]) -> Family:
-    """Writes a checkpoint of ours as a folder that transformers loads.
-
-    Args:
-      dtype: of the tensors, in torch's words; None: that of the folder which was imported, else float32.
-      shard_bytes: size of a weight file above which there are several, with an index.
-      vocabulary: rows of embedding and head that are written, the others being padding that no token uses; None: all.
-
-    Raises ConvertError; then nothing was written under `path`.
-    """
-    refuse_used(path)
-    origin = (saved.manifest.extra or {}).get("converted", {})
-    dtype = dtype or (origin.get("dtype") if origin.get("dtype") in ("float32", "bfloat16") else "float32")
-    model = saved.cfg.model
-    family = family_for(model, origin.get("family"))
-    wanted = places(family.rules, model)
-    rows = model.vocab_size if vocabulary is None else vocabulary
-    shapes = {place.name: tuple(rows if i == 0 and is_vocabulary(place) else size for i, size in enumerate(place.shape))
-              for place in wanted.values()}
-    partial = f"{os.path.abspath(path)}.partial-{os.getpid()}"
-    try:
-        os.makedirs(partial)
-    except OSError as error:
-        raise ConvertError(f"{path}: cannot be made ({error.strerror}); give a place that you may write") from error
-    try:
-        _write_weights(partial, saved, wanted, shapes, WEIGHT_DTYPES[dtype], shard_bytes)
-        config = write_config(family, dataclasses.replace(model, vocab_size=rows), dtype, _positions(saved),
-                              _kept(saved))
-        Path(partial, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        copied = _export_tokenizer(saved, Path(partial))
-        written = open_folder(partial)  # the exactly-once check of what lies on disk now
-        trimmed = places(family.rules, dataclasses.replace(model, vocab_size=rows))
-        check_tensors(trimmed, {name: tensor.shape for name, tensor in written.tensors.items()}, partial)
-        os.rename(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    note(f"{len(wanted)} tensors of {dtype} as {family.architecture}, each written exactly once; "
-         f"tokenizer files: {', '.join(copied) or 'none known'}")
-    if rows != model.vocab_size:
-        note(f"vocabulary: {rows} of {model.vocab_size} rows; the others are padding (--keep-padding writes them too)")
-    return family
-
-
-def is_vocabulary(place: Place) -> bool:
-    """Whether the first dim of the tensor runs over the vocabulary."""
-    return place.piece.leaf in ("embed", "head")
-
-
-def _write_weights(folder: str, saved: Saved, wanted: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]],
-                   dtype: np.dtype, limit: int) -> None:
-    groups = safetensors.shards(shapes, dtype, limit)
-    names = [WEIGHTS] if len(groups) == 1 else [
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    leaf_name, leaf = "", np.empty(0)
-    for file, group in zip(names, groups, strict=True):
-        with safetensors.Writer(os.path.join(folder, file), group, dtype) as writer:
-            for name in group:
-                place = wanted[name]
-                if leaf_name != place.piece.leaf:  # tensors are in the order of our arrays: each array is read once
-                    leaf = np.empty(0)  # the last one need not be in memory any more
-                    leaf_name, leaf = place.piece.leaf, saved.leaf(PARAMS + place.piece.leaf)
-                piece = leaf if place.piece.repeat is None else leaf[place.piece.repeat]
-                writer.write(name, place.to_theirs(piece)[: shapes[name][0]])
-    if len(groups) > 1:
-        files = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-        index = {"metadata": {"total_size": safetensors.total_bytes(shapes.values(), dtype)}, "weight_map": files}
-        Path(folder, INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _kept(saved: Saved) -> dict[str, Any]:
-    config = (saved.manifest.extra or {}).get("converted", {}).get("config")
-    if config is not None:
-        return {key: config[key] for key in _KEPT if key in config}
-    data = tokens_of(saved)
-    return {"bos_token_id": None, "eos_token_id": data["eos_id"], "pad_token_id": data["pad_id"]}
-
-
-def _positions(saved: Saved) -> int:
-    config = (saved.manifest.extra or {}).get("converted", {}).get("config", {})
-    return config.get("max_position_embeddings") or saved.cfg.data.sequence_length
-
-
-def tokens_of(saved: Saved) -> dict[str, Any]:
-    """vocab_size, eos_id and pad_id of the tokenizer that a model was trained with; None where they are not known."""
-    data = saved.cfg.data
-    known = {"vocab_size": data.vocab_size, "eos_id": data.eos_id, "pad_id": data.pad_id}
-    if data.prepared is not None and Path(data.prepared, "dataset.json").is_file():
-        prepared = read_json(Path(data.prepared, "dataset.json"))
-        known = {key: prepared.get(key) if value is None else value for key, value in known.items()}
-    return known
-
-
-def _export_tokenizer(saved: Saved, target: Path) -> list[str]:
-    """The tokenizer's files that lie beside a converted model, or that of the prepared data of a run."""
-    copied = copy_tokenizer(saved.folder / TOKENIZER, target)
-    data = saved.cfg.data
-    if copied or data.prepared is None or not Path(data.prepared, "dataset.json").is_file():
-        return copied
-    file = Path(data.prepared, read_json(Path(data.prepared, "dataset.json"))["tokenizer"]["file"])
-    name = "tokenizer.json" if file.suffix == ".json" else "tokenizer.model"
-    shutil.copyfile(file, target / name)
-    return [name]

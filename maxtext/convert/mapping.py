@@ -43,6 +43,7 @@ class Rule:
         first G entries, "-2" its last entry but one, "{expert}" that of the expert. It has the dims of `theirs` in any
         order.
       where: a further condition: an array that must be there too, or with "no " before it must not be there.
+      float32: whether it is written in float32 whatever the others have.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Rule:
     leaf: str
     ours: str
     where: str = ""
+    float32: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from maxtext.convert import ConvertError
 from maxtext.convert.families import family_for
 from maxtext.convert.hf import Folder
 from maxtext.convert.mapping import layer_places, places
-from maxtext.convert.saved import PARAMS, Saved
+from maxtext.convert.saved import Pieces, Saved
 from maxtext.convert.trace import Trace
 from maxtext.model.decoder import Block, Context, Decoder, block_forward, embed, make_context
 from maxtext.model.layers import rms_norm
@@ -229,12 +229,9 @@ def compare_weights(saved: Saved, folder: Folder) -> list[dict[str, Any]]:
     family = family_for(model, folder.config.get("model_type"))
     rows = int(folder.config.get("vocab_size", model.vocab_size))
     different: list[dict[str, Any]] = []
-    leaf_name, leaf = "", np.empty(0)
+    stored = Pieces(saved)
     for place in places(family.rules, model).values():
-        if leaf_name != place.piece.leaf:
-            leaf_name, leaf = place.piece.leaf, saved.leaf(PARAMS + place.piece.leaf)
-        piece = leaf if place.piece.repeat is None else leaf[place.piece.repeat]
-        mine = place.to_theirs(piece)
+        mine = place.to_theirs(stored.read(place.piece.leaf, place.piece.repeat))
         mine = mine[:rows] if place.piece.leaf in ("embed", "head") else mine
         if place.name not in folder.tensors:
             different.append({"name": place.name, "difference": math.inf, "note": "not in the folder"})

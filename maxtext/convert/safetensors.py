@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import ml_dtypes
@@ -99,19 +99,21 @@ def _entries(path: str, header: dict[str, Any], start: int, size: int) -> dict[s
 
 
 class Writer:
-    """Writes one file, tensor by tensor, in the order of `tensors` (name -> shape); all have one dtype.
+    """Writes one file, tensor by tensor, in the order of `tensors` (name -> shape); one dtype for all or for each.
 
     Used in a `with`; the file is forced to disk at its end.
     """
 
-    def __init__(self, path: str, tensors: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
+    def __init__(self, path: str, tensors: Mapping[str, tuple[int, ...]],
+                 dtypes: np.dtype | Mapping[str, np.dtype]) -> None:
+        dtypes = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(tensors, dtypes)
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  closed in __exit__
-        self._dtype, self._left = dtype, list(tensors)
+        self._dtypes, self._left = dtypes, list(tensors)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         place = 0
         for name, shape in tensors.items():
-            end = place + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}
+            end = place + n_bytes(shape, dtypes[name])
+            header[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [place, end]}
             place = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that the data is aligned
@@ -120,7 +122,7 @@ class Writer:
     def write(self, name: str, tensor: np.ndarray) -> None:
         assert self._left[:1] == [name], (name, self._left[:1])
         self._left.pop(0)
-        self._file.write(np.ascontiguousarray(tensor, self._dtype).reshape(-1).view(np.uint8).data)
+        self._file.write(np.ascontiguousarray(tensor, self._dtypes[name]).reshape(-1).view(np.uint8).data)
 
     def __enter__(self) -> Writer:
         return self
@@ -133,12 +135,13 @@ class Writer:
                 os.fsync(self._file.fileno())
 
 
-def shards(tensors: Mapping[str, tuple[int, ...]], dtype: np.dtype, limit: int) -> list[dict[str, tuple[int, ...]]]:
+def shards(tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype],
+           limit: int) -> list[dict[str, tuple[int, ...]]]:
     """Splits tensors, in order, into files of at most `limit` bytes; a larger tensor has a file of its own."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in tensors.items():
-        size = math.prod(shape) * dtype.itemsize
+        size = n_bytes(shape, dtypes[name])
         if groups[-1] and filled + size > limit:
             groups.append({})
             filled = 0
@@ -147,5 +150,5 @@ def shards(tensors: Mapping[str, tuple[int, ...]], dtype: np.dtype, limit: int) 
     return groups
 
 
-def total_bytes(tensors: Iterable[tuple[int, ...]], dtype: np.dtype) -> int:
-    return sum(math.prod(shape) for shape in tensors) * dtype.itemsize
+def n_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

@@ -38,11 +38,15 @@ class Saved:
     manifest: manifest.Manifest
     cfg: Config
 
+    def expected(self, name: str) -> manifest.Leaf:
+        """What was saved of an array. Raises ConvertError when there is none of this name."""
+        if name not in self.manifest.leaves:
+            raise ConvertError(f"{self.step_dir} has no array {name}; is it a checkpoint of this model?")
+        return self.manifest.leaves[name]
+
     def leaf(self, name: str) -> np.ndarray:
         """One array on the host. Raises ConvertError when it is not what was saved."""
-        expected = self.manifest.leaves.get(name)
-        if expected is None:
-            raise ConvertError(f"{self.step_dir} has no array {name}; is it a checkpoint of this model?")
+        expected = self.expected(name)
         array = arrays.read_leaf(os.path.join(self.step_dir, self.manifest.arrays), name)
         if integrity.fingerprint_numpy(array) != expected.fingerprint:
             raise ConvertError(f"{self.step_dir}: {name} does not have the fingerprint that it was saved with")
@@ -59,6 +63,45 @@ class Saved:
             return jax.make_array_from_callback(array.shape, want.sharding, lambda index: array[index])
 
         return jax.tree_util.tree_map_with_path(place, abstract_decoder(self.cfg.model, mesh))
+
+
+class Pieces:
+    """The weights piece by piece, in the order of the arrays: one layer's share of a stacked one is in memory.
+
+    The arrays of a training run can only be read whole, so that there it is one of these.
+    """
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved, self._key = saved, ("", -1)
+        self._piece = self._whole = np.empty(0)
+        self._sums, self._rows = (0, 0), 0
+
+    def read(self, leaf: str, row: int | None) -> np.ndarray:
+        """A row of an array, or the array when it is None. Raises ConvertError when it is not what was saved."""
+        key = (leaf, -1 if row is None else row)
+        if key != self._key:
+            self._piece = np.empty(0)  # the last one need not be in memory any more
+            self._piece = self._saved.leaf(PARAMS + leaf) if row is None else self._read_row(leaf, row)
+            self._key = key
+        return self._piece
+
+    def _read_row(self, leaf: str, row: int) -> np.ndarray:
+        saved, name = self._saved, PARAMS + leaf
+        expected = saved.expected(name)
+        array = arrays.read_row(os.path.join(saved.step_dir, saved.manifest.arrays), name, row)
+        if array is None:
+            if leaf != self._key[0]:
+                self._whole = np.empty(0)
+                self._whole = saved.leaf(name)
+            return self._whole[row]
+        if leaf != self._key[0]:
+            self._sums, self._rows = (0, 0), 0
+        found = integrity.partial_sums_numpy(array, expected.shape, row * array.size)
+        self._sums = tuple((a + b) % integrity.WORD for a, b in zip(self._sums, found, strict=False))
+        self._rows += 1
+        if self._rows == expected.shape[0] and self._sums != tuple(expected.fingerprint):
+            raise ConvertError(f"{saved.step_dir}: {name} does not have the fingerprint that it was saved with")
+        return array
 
 
 def open_saved(path: str, step: int | None = None, note: Callable[[str], None] = print) -> Saved:

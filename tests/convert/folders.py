@@ -41,9 +41,9 @@ def write_weights(folder: Path, tensors: Tensors) -> None:
     """One model.safetensors in the place of all weight files."""
     for file in [*folder.glob("*.safetensors*"), *folder.glob("*.bin")]:
         file.unlink()
-    dtype = next(iter(tensors.values())).dtype
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    with safetensors.Writer(str(folder / "model.safetensors"), shapes, dtype) as writer:
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    with safetensors.Writer(str(folder / "model.safetensors"), shapes, dtypes) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext.config.architecture import LatentConfig, MoeConfig
 from maxtext.convert import ConvertError, olmo_core
 from maxtext.convert.families import FAMILIES
 from maxtext.convert.mapping import Rule, assemble, check_tensors, layer_places, pieces, places
@@ -14,6 +15,9 @@ from maxtext.parallel.sharding import is_param
 from tests.tiny import tiny_model
 
 LLAMA = {"norm_placement": "pre", "qk_norm": "none"}
+LATENT = {"n_kv_heads": None, "head_dim": None, "layer_pattern": ("full",), "window": None, **LLAMA}
+DEEPSEEK = tiny_model(**LATENT, latent=LatentConfig(kv_rank=16, q_rank=20, nope_dim=6, rope_dim=4, value_dim=10),
+                      moe=MoeConfig(experts=4, d_expert=12, shared_experts=1, dense_layers=1, selection_bias=True))
 MODELS = [
     ("olmo3", tiny_model()),
     ("olmo3", tiny_model(n_layers=11)),
@@ -21,6 +25,17 @@ MODELS = [
     ("olmo3", tiny_model(n_heads=4, n_kv_heads=4, head_dim=16)),
     ("olmo2", tiny_model(layer_pattern=("full",), window=None, n_kv_heads=1)),
     ("llama", tiny_model(layer_pattern=("full",), window=None, tie_embeddings=True, **LLAMA)),
+    ("qwen3_moe", tiny_model(layer_pattern=("full",), window=None, norm_placement="pre", qk_norm="head",
+                             moe=MoeConfig(experts=4, d_expert=12, dense_layers=2))),
+    ("gpt_oss", tiny_model(layer_pattern=("window", "full"), last_layer_full=False, attention_sinks=True, d_ff=None,
+                           attention_bias="all", activation="clamped_swish", **LLAMA,
+                           moe=MoeConfig(experts=4, d_expert=12, router_bias=True, expert_bias=True))),
+    ("deepseek_v3", DEEPSEEK),
+    ("deepseek_v2", tiny_model(**LATENT, latent=LatentConfig(kv_rank=16, nope_dim=6, rope_dim=4, value_dim=10),
+                               moe=MoeConfig(experts=4, d_expert=12, shared_experts=2, dense_layers=1))),
+    # Compressed queries as wide as the model: the two tables of queries are told apart by more than their sizes.
+    ("deepseek_v2", tiny_model(**LATENT, latent=LatentConfig(kv_rank=16, q_rank=32),
+                               moe=MoeConfig(experts=4, d_expert=12, shared_experts=2, dense_layers=1))),
 ]
 
 
@@ -79,6 +94,32 @@ def test_a_wrong_table_is_a_fault_of_ours(change, message):
     model = tiny_model()
     with pytest.raises(AssertionError, match=message):
         places(change(FAMILIES["olmo3"].rules), model)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda rules: _without(rules, "experts.{expert}.up"), "mlp.gate_up not exactly once"),
+    (lambda rules: _without(rules, "kv_b_proj"), "leaves arrays of the model out"),
+    (lambda rules: (*_without(rules, "kv_b_proj"), Rule("b.{layer}", "(K N+R) C", "attention.kv_up", "C K N+R")),
+     "attention.kv_up: 'C K N.R' is not"),
+    (lambda rules: (*_without(rules, "mlp.gate.weight"), Rule("r.{layer}", "D", "mlp.router", "D E")), "E is in 'D E'"),
+])
+def test_a_wrong_table_of_experts_or_latents_is_a_fault_of_ours(change, message):
+    with pytest.raises(AssertionError, match=message):
+        places(change(FAMILIES["deepseek_v3"].rules), DEEPSEEK)
+
+
+def test_an_expert_and_the_pair_of_gate_and_up_have_their_places():
+    found = places(FAMILIES["deepseek_v3"].rules, DEEPSEEK)
+    up = found["model.layers.3.mlp.experts.2.up_proj.weight"]
+    assert (up.shape, up.piece.shape, up.piece.repeat) == ((12, 32), (4, 32, 2, 12), 2)
+    assert up.index == (2, slice(None), 1, slice(None))
+    assert found["model.layers.0.mlp.up_proj.weight"].piece.shape == (32, 2, 48)
+    assert "model.layers.0.mlp.gate.weight" not in found
+    fused = Rule("f.{layer}", "E D (X P)", "mlp.gate_up", "E D P X")
+    others = _without(_without(FAMILIES["deepseek_v3"].rules, "{expert}.gate"), "{expert}.up")
+    place = places((*others, fused), DEEPSEEK)["f.1"]
+    tensor = np.arange(4 * 32 * 24).reshape(4, 32, 24)
+    np.testing.assert_array_equal(place.to_ours(tensor)[:, :, 1], tensor[:, :, 1::2])
 
 
 def test_both_tables_of_olmo_3_mean_the_same():

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from maxtext.checkpoint import streamed
 from maxtext.convert import hf, replay, trace
 from maxtext.convert.commands import run
 from maxtext.convert.families import FAMILIES
@@ -231,3 +232,43 @@ def test_traces_that_do_not_fit_are_refused(imported, tmp_path, capsys):
     ):
         assert run(["verify", str(imported / "qwen3" / "out"), *options]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_bias_of_the_choice_of_experts_stays_float32(imported, tmp_path):
+    """Whatever the other tensors are: rounding it would move tokens to other experts."""
+    out = str(imported / "deepseek_v3" / "out")
+    assert run(["export", out, str(tmp_path / "hf"), "--dtype", "bfloat16", "--shard-gb", "0.00001"]) == 0
+    types = {name: dtype for name, (dtype, _, _) in raw_tensors(tmp_path / "hf").items()}
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert [name for name, dtype in types.items() if dtype != "BF16"] == [bias]
+    np.testing.assert_array_equal(float32_tensors(tmp_path / "hf")[bias],
+                                  float32_tensors(imported / "deepseek_v3" / "hf")[bias])
+    size = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert size == sum(len(data) for _, _, data in raw_tensors(tmp_path / "hf").values())
+    assert run(["import", str(tmp_path / "hf"), str(tmp_path / "again")]) == 0
+
+
+def test_an_untied_folder_without_a_head_is_refused(tmp_path, capsys):
+    source = write_folder("qwen3", tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert run(["import", str(source), str(tmp_path / "out")]) == 2
+    assert "missing: lm_head.weight, though its config.json says that embeddings are not tied" in (
+        capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stored_row_that_changed_is_not_exported(imported, monkeypatch, tmp_path, capsys):
+    read = streamed.read_row
+    monkeypatch.setattr(streamed, "read_row", lambda path, name, row: read(path, name, row) + np.float32(row == 0))
+    assert run(["export", str(imported / "llama" / "out"), str(tmp_path / "hf")]) == 2
+    assert "does not have the fingerprint that it was saved with" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_our_rules_forbid_is_refused(tmp_path, capsys):
+    source = write_folder("mixtral", tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 5}))
+    assert run(["import", str(source), str(tmp_path / "out")]) == 2
+    assert "model.moe.top_k 5 is more than" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from maxtext.convert.commands import run
 from maxtext.model.decoder import Decoder
 from maxtext.train.state import init_state
 from tests.convert.folders import FAMILIES, HF, float32_tensors
+from tests.convert.tiny_families import NAMES, trace_of, write_folder
 from tests.materials import imported
 from tests.tiny import mesh_of, tiny_config, tiny_model
 
@@ -86,6 +87,34 @@ def test_an_import_that_is_exported_again(tmp_path, name):
     assert len(theirs.hidden) == len(golden.hidden)
     for ours, kept in zip(theirs.hidden, golden.hidden, strict=True):
         np.testing.assert_allclose(ours, kept, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_is_exported_as_transformers_wrote_it(tmp_path, name):
+    """config.json is written anew from our model, and the trace is what it says it is."""
+    assert run(["import", str(write_folder(name, tmp_path / "source")), str(tmp_path / "out")]) == 0
+    assert run(["export", str(tmp_path / "out"), str(tmp_path / "hf")]) == 0
+    recorded = trace.load(str(trace_of(name)))
+    theirs = trace.record(str(tmp_path / "hf"), recorded.tokens_BT)
+    np.testing.assert_allclose(theirs.logits_BTV, recorded.logits_BTV, atol=2e-6)
+    assert theirs.modules.keys() == recorded.modules.keys()
+    for module, arrays in recorded.modules.items():
+        for ours, kept in zip(theirs.modules[module], arrays, strict=True):
+            np.testing.assert_allclose(ours, kept, atol=1e-5)
+
+
+def test_a_trace_is_written_and_replayed(tmp_path, capsys):
+    source = write_folder("qwen3_moe", tmp_path / "hf")
+    command = ["trace", str(source), str(tmp_path / "trace.npz"), "--rows", "2", "--length", "40"]
+    assert run(command) == 0
+    assert "17 modules on 80 tokens of random ids" in capsys.readouterr().out
+    found = trace.load(str(tmp_path / "trace.npz"))
+    assert found.tokens_BT.shape == (2, 40)
+    assert found.config["model_type"] == "qwen3_moe"
+    assert run(command) == 2
+    assert "trace.npz exists; choose another place" in capsys.readouterr().err
+    assert run(["import", str(source), str(tmp_path / "out")]) == 0
+    assert run(["verify", str(tmp_path / "out"), "--trace", str(tmp_path / "trace.npz")]) == 0
 
 
 def test_small_files_and_bfloat16_load_too(tmp_path):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext.convert import safetensors
-from tests.convert.folders import ORACLES
+from tests.convert.folders import ORACLES, write_weights
 from tests.oracles.families.draw import draw
 
 FOLDER = ORACLES / "families"
@@ -25,8 +24,5 @@ def write_folder(name: str, target: Path) -> Path:
         config, shapes = (json.loads(str(file[text])) for text in ("config", "shapes"))
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(config))
-    with safetensors.Writer(str(target / "model.safetensors"), {key: tuple(shape) for key, shape in shapes.items()},
-                            np.dtype(np.float32)) as writer:
-        for key, shape in shapes.items():
-            writer.write(key, draw(key, shape, config["model_type"]))
+    write_weights(target, {key: draw(key, shape, config["model_type"]) for key, shape in shapes.items()})
     return target
