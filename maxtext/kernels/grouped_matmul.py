@@ -50,20 +50,24 @@ def _forward(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.A
 
 def _backward(backend: Backend, saved: tuple, dy_MN: jax.Array) -> tuple:
     x_MK, w_EKN, sizes_E = saved
-    dx_MK = _multiply(backend, dy_MN, w_EKN.swapaxes(1, 2), sizes_E)
-    return dx_MK, _outer(backend, x_MK, dy_MN, sizes_E), None
+    return _multiply(backend, dy_MN, w_EKN, sizes_E, transposed=True), _outer(backend, x_MK, dy_MN, sizes_E), None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
-def _multiply(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    if backend == "blocked":
-        return _blocked(x_MK, w_EKN, sizes_E)
-    multiply = _ragged_dot if backend == "ragged_dot" else functools.partial(_megablox, backend)
+def _multiply(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array,
+              transposed: bool = False) -> jax.Array:
+    """With `transposed`, w is (E, N, K)."""
+    if backend.startswith("megablox"):
+        y_MN = _megablox(backend, x_MK, w_EKN, sizes_E, transposed)
+    else:
+        w_EKN = w_EKN.swapaxes(1, 2) if transposed else w_EKN
+        if backend == "blocked":
+            return _blocked(x_MK, w_EKN, sizes_E)
+        y_MN = _ragged_dot(x_MK, w_EKN, sizes_E)
     # What these leave in rows that are in no group is not the same everywhere.
-    in_group_M1 = jnp.arange(x_MK.shape[0])[:, None] < sizes_E.sum()
-    return jnp.where(in_group_M1, multiply(x_MK, w_EKN, sizes_E), 0)
+    return jnp.where(jnp.arange(x_MK.shape[0])[:, None] < sizes_E.sum(), y_MN, 0)
 
 
 def _outer(backend: Backend, x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -143,11 +147,12 @@ def _ragged_dot_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> 
 # Megablox: JAX's Pallas kernels for TPU (Gale et al. 2023, "MegaBlocks").
 
 
-def _megablox(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _megablox(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array,
+              transposed: bool) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # half a second that other platforms save
 
-    total, tiles = x_MK.shape[0], _tiles(x_MK.shape[0], *w_EKN.shape[1:])
-    kernel = functools.partial(gmm, preferred_element_type=x_MK.dtype, tiling=tiles,
+    total, tiles = x_MK.shape[0], _tiles(*x_MK.shape, w_EKN.shape[1 if transposed else 2])
+    kernel = functools.partial(gmm, preferred_element_type=x_MK.dtype, tiling=tiles, transpose_rhs=transposed,
                                interpret=backend == "megablox_interpreted")
     return untyped(kernel)(_padded(x_MK, tiles[0]), w_EKN, sizes_E)[:total]
 

@@ -81,10 +81,12 @@ def _round(p: Experts, x_ND: jax.Array, chosen: Assignments, queue_PR: jax.Array
         weights_PRK = jnp.take_along_axis(weights_PRK, first_PRE, -1)
     came_P = exchange(sizes_P[:, None], None, None, AXIS)[:, 0]
     send = functools.partial(exchange, sent_P=sizes_P, came_P=came_P, axis=AXIS)
-    there_PR = jnp.arange(message)[None] < came_P[:, None]
-    ids_PRK = jnp.where(there_PR[..., None], send(own_PRK), experts)
-    arrived = Assignments(*(array.reshape(devices * message, -1) for array in (ids_PRK, send(weights_PRK))))
     came_ND = send(x_ND[queue_PR].astype(dtype)).reshape(devices * message, -1)
+    # Ids travel with the weights, as float32: one message less.
+    ids_PRK, weights_PRK = jnp.split(send(jnp.concatenate([own_PRK.astype(jnp.float32), weights_PRK], -1)), 2, -1)
+    there_PR1 = (jnp.arange(message)[None] < came_P[:, None])[..., None]
+    ids_PRK = jnp.where(there_PR1, ids_PRK, experts).astype(jnp.int32)
+    arrived = Assignments(*(array.reshape(devices * message, -1) for array in (ids_PRK, weights_PRK)))
     # A token that comes here has so many experts here, if experts are drawn evenly; room for more is seldom used.
     share = choices / devices / (1 - (1 - 1 / devices) ** choices)
     y_ND = run_experts_in_chunks(p, came_ND, arrived, activation, math.ceil(devices * message * share))
