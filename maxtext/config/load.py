@@ -115,7 +115,10 @@ class _Overlay:
 
     def _merge_field(self, kind: Any, limits: typing.Mapping[str, Any], node: Node, path: Path, where: str) -> None:
         section, named = dataclasses.is_dataclass(kind), typing.get_origin(kind) is dict
-        if (section or named) and not isinstance(node, Mapping):
+        if section and isinstance(node, Scalar) and node.is_null and _is_optional(kind):
+            for key in [key for key in self.settings if key[:len(path)] == path]:
+                del self.settings[key]  # back to its defaults
+        elif (section or named) and not isinstance(node, Mapping):
             keys = ", ".join(_hints(kind)) if section else "its named items"
             self.fault(where, path, f"{shown(node)} where a section is expected; give a mapping of {keys}")
         elif section:
@@ -201,6 +204,12 @@ class _Overlay:
                 if self.complete:
                     self.faults.append(f"{name}: {key}: required, but not given ({field.metadata['doc']})")
         return cls(**values)
+
+
+def _is_optional(section: Any) -> bool:
+    """Whether a section needs no key."""
+    return all(field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+               for field in dataclasses.fields(section))
 
 
 def _read_file(file: FilePath, overlay: _Overlay, including: tuple[FilePath, ...], seen: set[FilePath]) -> None:

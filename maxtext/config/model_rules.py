@@ -138,7 +138,8 @@ def _unused(key: str, section: Any, why: str) -> Iterator[Problem]:
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if value != field.default:
-            yield f"{key}.{field.name}", f"{key}.{field.name} {value} is set, but {why}; remove one of them"
+            yield f"{key}.{field.name}", (f"{key}.{field.name} {value} is set, but {why}; remove it, or write {key}: "
+                                          "null for the defaults of the whole section")
 
 
 MODEL_RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from maxtext.config.architecture import RopeScalingConfig
 from maxtext.config.load import (
     CONFIGS,
     ConfigError,
@@ -334,6 +335,19 @@ def test_a_base_that_two_others_share_is_merged_once_at_its_first_place(folder):
     assert problem.startswith("b.yml:2: log.report")
     write("b.yml", "base: good\n")
     assert load("run.yml").optim.lr == 7
+
+
+def test_null_takes_a_section_back_to_its_defaults(folder):
+    write("long.yml", "base: good\nschedule: {kind: linear}\n"
+          "model: {rope_scaling: {kind: yarn, original_length: 32}}\n")
+    assert load("long.yml").model.rope_scaling.original_length == 32
+    plain = load("long.yml", ["model.rope_scaling=null"])
+    assert plain.model.rope_scaling == RopeScalingConfig()
+    assert plain.schedule.kind == "linear"
+    write("plain.yml", "base: long\nmodel: {rope_scaling: null}\n")
+    assert load("plain.yml").model.rope_scaling == RopeScalingConfig()
+    assert load("long.yml", ["model.rope_scaling=null", "model.rope_scaling.kind=linear"]).model.rope_scaling == (
+        RopeScalingConfig(kind="linear"))
 
 
 def test_a_named_item_is_removed_by_null(folder):

@@ -80,7 +80,8 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
      "model.d_ff 96 is set, but all 4 layers are mixtures of experts (model.moe.d_expert is their width); remove it, "
      "or set model.moe.dense_layers"),
     ({"model__moe__top_k": 3}, "model.moe.top_k",
-     "model.moe.top_k 3 is set, but model.moe.experts is 0, so that every layer is dense; remove one of them"),
+     "model.moe.top_k 3 is set, but model.moe.experts is 0, so that every layer is dense; remove it, or "
+     "write model.moe: null for the defaults of the whole section"),
     ({"model__moe__z_loss": 0.1}, "model.moe.z_loss", "model.moe.z_loss 0.1 is set, but model.moe.experts is 0"),
     ({**MOE, "model__moe__d_expert": None}, "model.moe.d_expert",
      "model.moe.experts is 8, but model.moe.d_expert is null; give the width of one"),
@@ -102,7 +103,7 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({**MOE, "model__moe__bias_update_rate": 0.001}, "model.moe.bias_update_rate",
      "model.moe.bias_update_rate 0.001 moves a bias that is not there; set model.moe.selection_bias: true"),
     ({"model__latent__nope_dim": 32}, "model.latent.nope_dim",
-     "model.latent.nope_dim 32 is set, but model.latent.kv_rank is null, so that attention is ordinary; remove one"),
+     "model.latent.nope_dim 32 is set, but model.latent.kv_rank is null, so that attention is ordinary; remove it"),
     ({**LATENT, "model__head_dim": 16}, "model.head_dim",
      "model.head_dim is 16, which latent attention does not have; write model.head_dim: null"),
     ({"model__latent__kv_rank": 16}, "model.qk_norm",
@@ -114,7 +115,8 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({**LATENT, "model__latent__rope_dim": 7}, "model.latent.rope_dim",
      "model.latent.rope_dim 7 is odd; rotary position embedding turns pairs of dimensions, so it must be even"),
     ({"model__rope_scaling__factor": 4.0}, "model.rope_scaling.factor",
-     "model.rope_scaling.factor 4.0 is set, but model.rope_scaling.kind is none; remove one of them"),
+     "model.rope_scaling.factor 4.0 is set, but model.rope_scaling.kind is none; remove it, or write "
+     "model.rope_scaling: null for the defaults of the whole section"),
     ({"model__rope_scaling__kind": "llama3", "model__rope_scaling__mscale": 0.7}, "model.rope_scaling.mscale",
      "model.rope_scaling.mscale is read by kind yarn only, but the kind is llama3; remove it"),
     ({"model__rope_scaling__kind": "linear", "model__rope_scaling__original_length": 64},
