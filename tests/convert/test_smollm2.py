@@ -14,6 +14,9 @@ from maxtext.config.schema import Config, DataConfig, OptimConfig, TrainConfig
 from maxtext.convert import trace
 from maxtext.convert.commands import run
 from maxtext.convert.saved import open_saved
+from maxtext.data.tokenizer import load_tokenizer
+from maxtext.eval.completion import Prompts, Stops
+from maxtext.generate.sampler import Sampling
 from maxtext.model.loss import nll
 from maxtext.parallel.sharding import sharding
 from tests import materials
@@ -119,6 +122,16 @@ def test_a_wrong_order_of_rotary_rows_does_not_pass(model, expected):
     right = expected["novel_nll"][:1, :SHORT - 1]
     assert not agrees(found, right)
     assert found.mean() > right.mean() + 1
+
+
+def test_it_answers_a_question(model, folder):
+    """Greedy, with the tokenizer beside the weights."""
+    params, cfg, _ = model
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    prompts = Prompts(["The capital of France is"], tokenizer, cfg, tokens=4, context=512)
+    with jax.set_mesh(mesh_of((1, 1, 1))):
+        (answer,) = prompts.complete(params, Sampling(), 0, Stops(tokenizer, []))
+    assert answer.text.startswith(" Paris")
 
 
 def test_export_gives_every_bit_back(imported, folder, tmp_path):
