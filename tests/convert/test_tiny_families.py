@@ -3,13 +3,15 @@
 The traces are committed (tests/oracles/families); the weights behind them are drawn anew from their names.
 """
 
+import dataclasses
+import functools
 import json
 
 import numpy as np
 import pytest
 
 from maxtext.checkpoint import streamed
-from maxtext.convert import hf, replay, trace
+from maxtext.convert import hf, parity, replay, trace
 from maxtext.convert.commands import run
 from maxtext.convert.families import FAMILIES
 from maxtext.convert.parity import LIMITS
@@ -20,11 +22,15 @@ from tests.convert.tiny_families import NAMES, trace_of, write_folder
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """Every tiny model, imported by the command."""
+    """Gives the folder of a tiny model: `hf` as transformers wrote it, and `out`, imported by the command."""
     root = tmp_path_factory.mktemp("families")
-    for name in NAMES:
+
+    @functools.cache
+    def folder(name):
         assert run(["import", str(write_folder(name, root / name / "hf")), str(root / name / "out")]) == 0
-    return root
+        return root / name
+
+    return folder
 
 
 def test_every_family_has_a_tiny_model():
@@ -35,7 +41,7 @@ def test_every_family_has_a_tiny_model():
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_hidden_states_and_every_part_are_those_of_transformers(imported, tmp_path, name):
     """The stated limit is 1e-4; what is left is rounding, so a tenth of it is asked for."""
-    assert run(["verify", str(imported / name / "out"), str(imported / name / "hf"), "--trace", str(trace_of(name)),
+    assert run(["verify", str(imported(name) / "out"), str(imported(name) / "hf"), "--trace", str(trace_of(name)),
                 "--report", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "parity.json").read_text())
     assert report["max_logit_difference"] < 1e-5
@@ -47,7 +53,7 @@ def test_logits_hidden_states_and_every_part_are_those_of_transformers(imported,
 
 @pytest.mark.parametrize("name", NAMES)
 def test_export_and_import_are_inverse(imported, tmp_path, name):
-    source, out = imported / name / "hf", imported / name / "out"
+    source, out = imported(name) / "hf", imported(name) / "out"
     assert run(["export", str(out), str(tmp_path / "hf")]) == 0
     assert raw_tensors(tmp_path / "hf") == raw_tensors(source)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == json.loads(
@@ -59,6 +65,16 @@ def test_export_and_import_are_inverse(imported, tmp_path, name):
         k: v.fingerprint for k, v in second.manifest.leaves.items()}
 
 
+def test_a_trained_capacity_drops_no_token_here(imported):
+    saved, theirs = open_saved(str(imported("olmoe") / "out")), trace.load(str(trace_of("olmoe")))
+    moe = dataclasses.replace(saved.cfg.model.moe, capacity_factor=0.1)
+    cfg = dataclasses.replace(saved.cfg, model=dataclasses.replace(saved.cfg.model, moe=moe))
+    limited = dataclasses.replace(saved, cfg=cfg)
+    logits_BTV = parity.ours(limited, theirs.tokens_BT, "float32").logits_BTV
+    np.testing.assert_allclose(logits_BTV, theirs.logits_BTV, atol=1e-5)
+    assert replay.replay(limited, theirs, LIMITS["float32"], "float32")["first_wrong_block"] is None
+
+
 def test_a_layer_that_predicts_further_tokens_is_left_out(imported, tmp_path, capsys):
     source = write_folder("deepseek_v3", tmp_path / "hf")
     tensors = float32_tensors(source)
@@ -67,7 +83,7 @@ def test_a_layer_that_predicts_further_tokens_is_left_out(imported, tmp_path, ca
     write_weights(source, tensors | more)
     assert run(["import", str(source), str(tmp_path / "out")]) == 0
     assert f"left out {len(more)} tensors that this model does not use: model.layers.2." in capsys.readouterr().out
-    first, second = (open_saved(str(p)).manifest.leaves for p in (imported / "deepseek_v3" / "out", tmp_path / "out"))
+    first, second = (open_saved(str(p)).manifest.leaves for p in (imported("deepseek_v3") / "out", tmp_path / "out"))
     assert {k: v.fingerprint for k, v in first.items()} == {k: v.fingerprint for k, v in second.items()}
 
 
@@ -230,19 +246,19 @@ def test_traces_that_do_not_fit_are_refused(imported, tmp_path, capsys):
         (["--trace", str(tmp_path / "golden.npz")], "has no modules' inputs and outputs; write one with: maxtext conv"),
         (["--trace", str(trace_of("gemma3"))], "the trace is of 3 layers of width 24, the checkpoint has 2 of 24"),
     ):
-        assert run(["verify", str(imported / "qwen3" / "out"), *options]) == 2
+        assert run(["verify", str(imported("qwen3") / "out"), *options]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_the_bias_of_the_choice_of_experts_stays_float32(imported, tmp_path):
     """Whatever the other tensors are: rounding it would move tokens to other experts."""
-    out = str(imported / "deepseek_v3" / "out")
+    out = str(imported("deepseek_v3") / "out")
     assert run(["export", out, str(tmp_path / "hf"), "--dtype", "bfloat16", "--shard-gb", "0.00001"]) == 0
     types = {name: dtype for name, (dtype, _, _) in raw_tensors(tmp_path / "hf").items()}
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert [name for name, dtype in types.items() if dtype != "BF16"] == [bias]
     np.testing.assert_array_equal(float32_tensors(tmp_path / "hf")[bias],
-                                  float32_tensors(imported / "deepseek_v3" / "hf")[bias])
+                                  float32_tensors(imported("deepseek_v3") / "hf")[bias])
     size = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
     assert size == sum(len(data) for _, _, data in raw_tensors(tmp_path / "hf").values())
     assert run(["import", str(tmp_path / "hf"), str(tmp_path / "again")]) == 0
@@ -261,7 +277,7 @@ def test_an_untied_folder_without_a_head_is_refused(tmp_path, capsys):
 def test_a_stored_row_that_changed_is_not_exported(imported, monkeypatch, tmp_path, capsys):
     read = streamed.read_row
     monkeypatch.setattr(streamed, "read_row", lambda path, name, row: read(path, name, row) + np.float32(row == 0))
-    assert run(["export", str(imported / "llama" / "out"), str(tmp_path / "hf")]) == 2
+    assert run(["export", str(imported("llama") / "out"), str(tmp_path / "hf")]) == 2
     assert "does not have the fingerprint that it was saved with" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
 

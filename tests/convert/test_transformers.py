@@ -117,6 +117,21 @@ def test_a_trace_is_written_and_replayed(tmp_path, capsys):
     assert run(["verify", str(tmp_path / "out"), "--trace", str(tmp_path / "trace.npz")]) == 0
 
 
+def test_a_trace_of_a_text(tmp_path, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    source = write_folder("llama3", tmp_path / "hf")
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "rose": 2, "is": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(source / "tokenizer.json"))
+    (tmp_path / "text").write_text("a rose is a rose is what")
+    command = ["trace", str(source), str(tmp_path / "trace.npz"), "--text", str(tmp_path / "text"), "--length"]
+    assert run([*command, "8"]) == 2
+    assert "has 7 tokens, 1 rows of 8 need 8" in capsys.readouterr().err
+    assert run([*command, "7"]) == 0
+    assert trace.load(str(tmp_path / "trace.npz")).tokens_BT.tolist() == [[1, 2, 3, 1, 2, 3, 0]]
+
+
 def test_small_files_and_bfloat16_load_too(tmp_path):
     assert run(["import", str(HF / "olmo3"), str(tmp_path / "out")]) == 0
     options = ["--shard-gb", "0.0002", "--dtype", "bfloat16"]
