@@ -86,6 +86,14 @@ def test_special_tokens_are_never_made_from_text_and_have_no_bytes(tokenizer):
     assert max(tokenizer.eos_id, tokenizer.pad_id) < tokenizer.vocab_size == len(tokenizer.token_bytes())
 
 
+def test_tokens_have_ids_by_their_names(tokenizer, byte_level):
+    assert tokenizer.named_id("<pad>" if tokenizer.kind == "sentencepiece" else "<|pad|>") == tokenizer.pad_id
+    assert tokenizer.named_id("no such piece") is None
+    assert tokenizer.encode_prompt("in it") == tokenizer.encode("in it")  # neither file adds a start
+    other = "<\uff5cend\u2581of\u2581sentence\uff5c>"  # DeepSeek's
+    assert JsonTokenizer(byte_level.replace("<|endoftext|>", other)).eos_id == 0
+
+
 def test_added_token_that_is_not_special_has_its_own_bytes(byte_level):
     tokenizer = JsonTokenizer(byte_level)
     ids = tokenizer.encode("x plain_added y")

@@ -97,6 +97,19 @@ def test_a_whole_run(tmp_path):
     assert sorted(os.listdir(folder)) == ["config.yml", "loss.png", "metrics.jsonl", "report.html"]
 
 
+def test_samples_of_a_few_steps_stand_in_the_page(tmp_path):
+    folder = make_run(tmp_path / "run", [record(step) for step in range(61)])
+    assert "Samples" not in Page(write_report(folder)[0]).words
+    lines = [{"step": step, "prompt": prompt, "text": f" <{step}{prompt}>\n"} for step in range(0, 61, 5)
+             for prompt in ("a&", "b")]
+    lines[-1]["text"] = "NaN"
+    Path(folder, "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"step": 61, "prom')
+    page = Page(write_report(folder)[0])
+    shown = re.findall(r"<tr><td>([^<]*)</td><td><b>([^<]*)</b>([^<]*)</td></tr>", page.source)
+    assert shown == [(str(step), prompt, f" &lt;{step}{prompt}&gt;\n" if (step, prompt) != (60, "b") else "NaN")
+                     for prompt in ("a&amp;", "b") for step in (0, 15, 30, 45, 60)]
+
+
 def test_the_page_loads_nothing(tmp_path):
     page = Page(write_report(make_run(tmp_path / "run", [record(step) for step in range(61)]))[0])
     assert not re.search(r"""(src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/)|\bfetch\(|import\(""", page.source)
