@@ -64,7 +64,8 @@ def test_a_part_loads_as_the_base_of_a_run(part, tmp_path):
     if part.startswith("data/"):
         (tmp_path / "run.yml").write_text(
             f"base: [quickstart, models/olmo3_190m, {part}]\n"
-            "data: {prepared: null, sources: {code: null, prose: null}}\neval: {every: null}\n")
+            "data: {prepared: null, sources: {code: null, prose: null}}\n"
+            "eval: {every: null}\ngenerate: {prompts: []}\n")
         cfg, origins = load_with_origins(tmp_path / "run.yml")
     else:
         cfg, origins = complete(tmp_path, part)
