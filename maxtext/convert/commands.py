@@ -125,7 +125,9 @@ def _trace(options: argparse.Namespace) -> int:
     if Path(options.out).exists():
         raise ConvertError(f"{options.out} exists; choose another place, or remove it")
     folder = hf.open_folder(options.hf_dir)
-    tokens_BT, tokens = _tokens(options, (folder.path,), int(folder.config.get("vocab_size") or 0))
+    if not folder.config.get("vocab_size"):
+        raise ConvertError(f"{folder.path / 'config.json'}: vocab_size is missing")
+    tokens_BT, tokens = _tokens(options, (folder.path,), int(folder.config["vocab_size"]))
     found = trace.record(options.hf_dir, tokens_BT)
     trace.save(options.out, found)
     _done(f"wrote {options.out}: {len(found.modules)} modules on {tokens_BT.size} tokens of {tokens}", started)

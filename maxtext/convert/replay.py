@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from maxtext.model.layers import Mlp, mlp
 from maxtext.model.moe import moe
 from maxtext.parallel.sharding import sharding
 
-ATTENTION, FEED_FORWARD = "self_attn", "mlp"
+ATTENTION, FEED_FORWARD = "self_attn", ("mlp", "block_sparse_moe")  # the latter in transformers 4
 NOT_REPLAYED: dict[str, Any] = {"blocks": [], "first_wrong_block": None, "likely_cause": None}
 Tensors = Mapping[str, np.ndarray]  # of a layer, by their names in transformers
 
@@ -47,9 +47,15 @@ class Side:
     dtype: jnp.dtype
     wanted: Mapping[str, Place]
 
+    def recorded(self, part: str) -> tuple[np.ndarray, np.ndarray]:
+        """What a part took in and gave out. Raises ConvertError when the trace does not have it."""
+        if part not in self.trace.modules:
+            raise ConvertError(f"the trace has no {part}; record it with transformers 5")
+        return self.trace.modules[part]
+
     def given(self, part: str) -> jax.Array:
         """What a part took in, on our mesh."""
-        x_BTD = self.trace.modules[part][0]
+        x_BTD = self.recorded(part)[0]
         return jax.device_put(x_BTD.astype(self.dtype), sharding(jax.sharding.get_mesh(), "batch", None, None))
 
 
@@ -97,7 +103,8 @@ def _parts(side: Side, tokens_BT: jax.Array, limit: float) -> Iterator[tuple[str
     for layer, block in enumerate(blocks(p, side.model)):
         yield from _layer(side, layer, block, limit)
     yield from _norm(side, NORM, {NORM + ".weight": np.asarray(p.norm)}, limit)
-    out = _host(jnp.einsum("btd,dv->btv", side.given(HEAD), p.head_DV.astype(side.dtype)))[..., :rows]
+    out = _host(jnp.einsum("btd,dv->btv", side.given(HEAD), p.head_DV.astype(side.dtype),
+                           preferred_element_type=jnp.float32))[..., :rows]
     yield HEAD, out, functools.partial(diagnosis.of_linear, out, modules[HEAD][1], limit)
 
 
@@ -106,11 +113,15 @@ def _layer(side: Side, layer: int, block: Block, limit: float) -> Iterator[tuple
     own = {name: place for name, place in side.wanted.items()
            if place.piece.leaf.startswith(f"{prefix}.") and place.piece.repeat == repeat}
     arrays = dict(zip(jax.tree.leaves(leaf_names(block)), jax.tree.leaves(block), strict=True))
-    tensors = {name: place.to_theirs(np.asarray(arrays[place.piece.leaf.removeprefix(f"{prefix}.")])) for name, place
-               in own.items()}
     window, name = side.model.layer_windows[layer], f"{LAYERS}.{layer}"
     norms = {place.piece.leaf.removeprefix(f"{prefix}."): place.name.removesuffix(".weight") for place in own.values()
              if "norm" in place.name}
+
+    def tensors(only: Callable[[str], bool]) -> dict[str, np.ndarray]:
+        return {key: place.to_theirs(np.asarray(arrays[place.piece.leaf.removeprefix(f"{prefix}.")]))
+                for key, place in own.items() if only(key)}
+
+    gains = tensors(lambda key: key.removesuffix(".weight") in norms.values())
     inner = [module for leaf, module in norms.items() if leaf.startswith("attention.")]
 
     def outer(branch: str, after: bool) -> list[str]:
@@ -120,33 +131,36 @@ def _layer(side: Side, layer: int, block: Block, limit: float) -> Iterator[tuple
 
     def branch(module: str, leaves: str) -> Iterator[tuple[str, np.ndarray, Any]]:
         part = f"{name}.{module}"
-        mine = {key: tensors[key] for key, place in own.items()
-                if place.piece.leaf.startswith(f"{prefix}.{leaves}.") and key.removesuffix(".weight") not in inner}
-        run = functools.partial(_run_edited, side, part, module, block, prefix, own, tensors, window)
-        out = run({}, side.model)
-        yield part, out, functools.partial(diagnosis.of_branch, mine, own, run, side.model, side.trace.modules[part][1],
-                                           limit)
+        forward = _run_attention if module == ATTENTION else _run_feed_forward
+
+        def explain() -> str:
+            whole = tensors(lambda key: own[key].piece.leaf.startswith(f"{prefix}.{leaves}."))
+            run = functools.partial(_run_edited, side, part, forward, block, prefix, own, whole, window)
+            mine = {key: tensor for key, tensor in whole.items() if key not in gains}
+            return diagnosis.of_branch(mine, own, run, side.model, side.trace.modules[part][1], limit)
+
+        yield part, _host(forward(block, side.given(part), side.context, side.model, window)), explain
 
     for module in [*outer("attention", False), *inner]:
-        yield from _norm(side, module, tensors, limit)
+        yield from _norm(side, module, gains, limit)
     yield from branch(ATTENTION, "attention")
     for module in [*outer("attention", True), *outer("mlp", False)]:
-        yield from _norm(side, module, tensors, limit)
-    yield from branch(FEED_FORWARD, "mlp")
+        yield from _norm(side, module, gains, limit)
+    yield from branch(next((m for m in FEED_FORWARD if f"{name}.{m}" in side.trace.modules), FEED_FORWARD[0]), "mlp")
     for module in outer("mlp", True):
-        yield from _norm(side, module, tensors, limit)
+        yield from _norm(side, module, gains, limit)
     out = _host(run_block(block, side.given(name), side.context, side.model, window))
     yield name, out, lambda: ("each part of the layer agrees, but not the whole: look at where its norms stand "
                               "(model.norm_placement) and at its residual connections")
 
 
-def _norm(side: Side, module: str, tensors: Tensors, limit: float) -> Iterator[tuple[str, np.ndarray, Any]]:
-    given, theirs = side.trace.modules[module]
-    weight = tensors[module + ".weight"].astype(np.float64)
+def _norm(side: Side, module: str, gains: Tensors, limit: float) -> Iterator[tuple[str, np.ndarray, Any]]:
+    given, theirs = side.recorded(module)
+    weight = gains[module + ".weight"].astype(np.float64)
     offset = 1.0 if side.model.norm_gain == "one_plus_weight" else 0.0
     x = given.astype(np.float64)
     normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + side.model.norm_eps)
-    others = {name: tensor for name, tensor in tensors.items() if "norm" in name and name != module + ".weight"}
+    others = {name: gain for name, gain in gains.items() if name != module + ".weight"}
     yield module, (normed * (weight + offset)).astype(np.float32), functools.partial(
         diagnosis.of_norm, normed, weight, offset, theirs, given, others, limit)
 
@@ -154,8 +168,9 @@ def _norm(side: Side, module: str, tensors: Tensors, limit: float) -> Iterator[t
 # ---- our parts
 
 
-def _run_edited(side: Side, part: str, module: str, block: Block, prefix: str, own: Mapping[str, Place],
-                tensors: Tensors, window: int | None, edited: Tensors, model: ModelConfig) -> np.ndarray:
+def _run_edited(side: Side, part: str, forward: Callable[..., jax.Array], block: Block, prefix: str,
+                own: Mapping[str, Place], tensors: Tensors, window: int | None, edited: Tensors,
+                model: ModelConfig) -> np.ndarray:
     """Output of our attention or feed-forward with some tensors changed, perhaps under other settings."""
     if edited:
         changed = {**tensors, **edited}
@@ -164,10 +179,9 @@ def _run_edited(side: Side, part: str, module: str, block: Block, prefix: str, o
         block = jax.tree.map(lambda name, old: jax.device_put(renewed[name], old.sharding) if name in renewed else old,
                              leaf_names(block), block)
     window = None if window is None else model.window
-    run = _run_attention if module == ATTENTION else _run_feed_forward
     tokens_BT = jax.device_put(side.trace.tokens_BT, sharding(jax.sharding.get_mesh(), "batch", None))
     context = side.context if model == side.model else _context(tokens_BT, model)
-    return _host(run(block, side.given(part), context, model, window))
+    return _host(forward(block, side.given(part), context, model, window))
 
 
 def _inside(piece: Piece, prefix: str) -> str:

@@ -95,11 +95,11 @@ def _host(tensor: Any) -> np.ndarray:
 
 
 def save(path: str, trace: Trace, **texts: Any) -> None:
-    """Writes a trace, or a golden when there are no modules. `texts` are further JSON values."""
+    """Writes a trace, or a golden when there are no modules. `texts` are further JSON values. May raise OSError."""
     arrays: dict[str, np.ndarray] = {"input_ids": trace.tokens_BT}
     if not trace.modules:
         hidden = {} if trace.hidden is None else {"hidden_states": np.stack(trace.hidden)}
-        np.savez_compressed(path, **arrays, logits=trace.logits_BTV, **hidden)
+        _write(path, arrays | {"logits": trace.logits_BTV} | hidden)
         return
     known: dict[bytes, str] = {}
 
@@ -114,7 +114,12 @@ def save(path: str, trace: Trace, **texts: Any) -> None:
     known[str(trace.logits_BTV.shape).encode() + trace.logits_BTV.tobytes()] = "logits"
     index = {name: [place(given), place(out)] for name, (given, out) in trace.modules.items()}
     texts = {"format": FORMAT, "index": index, "config": dict(trace.config), **texts}
-    np.savez_compressed(path, **arrays, **{name: np.array(json.dumps(value)) for name, value in texts.items()})
+    _write(path, arrays | {name: np.array(json.dumps(value)) for name, value in texts.items()})
+
+
+def _write(path: str, arrays: Mapping[str, np.ndarray]) -> None:
+    with open(path, "wb") as file:  # given a name, numpy would add .npz to it
+        np.savez_compressed(file, **arrays)
 
 
 def load(path: str) -> Trace:

@@ -250,6 +250,24 @@ def test_traces_that_do_not_fit_are_refused(imported, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_a_trace_is_saved_as_it_was_recorded(imported, tmp_path, capsys):
+    """Under the very name that is given; and one that lacks a part is refused."""
+    recorded = trace.load(str(trace_of("mixtral")))
+    older = {name.replace(".mlp", ".block_sparse_moe"): arrays for name, arrays in recorded.modules.items()}
+    for name, modules in (("same", recorded.modules), ("older", older),
+                          ("less", {name: arrays for name, arrays in older.items() if not name.endswith("_attn")})):
+        trace.save(str(tmp_path / name), dataclasses.replace(recorded, modules=modules))
+        found = trace.load(str(tmp_path / name))
+        assert found.config == recorded.config
+        assert found.modules.keys() == modules.keys()
+        for key, arrays in modules.items():
+            assert all(np.array_equal(a, b) for a, b in zip(found.modules[key], arrays, strict=True))
+    verify = ["verify", str(imported("mixtral") / "out"), "--report", str(tmp_path), "--trace"]
+    assert run([*verify, str(tmp_path / "older")]) == 0  # transformers 4 calls it so
+    assert run([*verify, str(tmp_path / "less")]) == 2
+    assert "the trace has no model.layers.0.self_attn; record it with transformers 5" in capsys.readouterr().err
+
+
 def test_the_bias_of_the_choice_of_experts_stays_float32(imported, tmp_path):
     """Whatever the other tensors are: rounding it would move tokens to other experts."""
     out = str(imported("deepseek_v3") / "out")
