@@ -106,9 +106,16 @@ def _dry_run(cfg: Config, n_devices: int | None) -> int:
 
 
 def _run(cfg: Config, origins: dict[str, str]) -> int:
+    from maxtext.parallel.launch import LaunchError, join_processes
     from maxtext.parallel.runtime import prepare_runtime
 
     prepare_runtime()
+    try:
+        join_processes()
+    except LaunchError as error:
+        return _mistake(error)
+    import jax
+
     from maxtext.checkpoint.manager import CheckpointError
     from maxtext.data import DataError
     from maxtext.eval.catalogue import TaskError
@@ -124,7 +131,8 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)
         return 3
-    if cfg.log.report and (outcome.trained or not os.path.exists(f"{cfg.run_dir}/report.html")):
+    wanted = cfg.log.report and jax.process_index() == 0
+    if wanted and (outcome.trained or not os.path.exists(f"{cfg.run_dir}/report.html")):
         _write_report(cfg.run_dir)
     return 0
 

@@ -14,16 +14,16 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.checkpoint.manager import Checkpoints
+from maxtext.checkpoint.processes import from_process_0
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import Config
-from maxtext.data.batch import Batch
 from maxtext.data.pipeline import make_batches
 from maxtext.data.tokens import ResolvedData, resolve
 from maxtext.eval.evaluations import Evaluations
@@ -38,7 +38,7 @@ from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
 from maxtext.train.state import TrainState, abstract_state, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
-from maxtext.train.stop import Stopper
+from maxtext.train.stop import Stopper, Votes
 from maxtext.train.summary import start_summary
 from maxtext.train.warm_start import warm_start
 
@@ -74,7 +74,12 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
       RunInUseError: another process is training in the same run directory.
       TrainingError: when a loss is not finite, or a gradient whose update was not skipped.
     """
-    with run_lock(cfg.run_dir) if jax.process_index() == 0 else nullcontext():
+    with ExitStack() as held:
+        def lock() -> int:
+            held.enter_context(run_lock(cfg.run_dir))
+            return 0
+
+        from_process_0(lock)
         return _train(cfg, origins, devices)
 
 
@@ -84,10 +89,10 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     config_text = to_yaml(cfg, origins)
     check_files(cfg)
     checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text)
-    newest = checkpoints.latest()
-    if newest is not None:
+    newest = from_process_0(lambda: -1 if (latest := checkpoints.latest()) is None else latest)
+    if newest >= 0:
         check_same_run(cfg, checkpoints.config_text(newest), newest, console.note)
-        if newest >= cfg.train.steps and last_step(cfg.run_dir) >= newest:
+        if newest >= cfg.train.steps and from_process_0(lambda: last_step(cfg.run_dir)) >= newest:
             console.note(f"{cfg.run_dir} is complete: it stands at update {newest} of {cfg.train.steps}. To go on, "
                          f"raise train.steps; to start anew, choose another run_name.")
             return Outcome(newest, trained=False)
@@ -95,7 +100,7 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     with Stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
         run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, console, clock)
         try:
-            return run.loop(stopper)
+            return run.loop(Votes(stopper, mesh))
         finally:
             run.close()
 
@@ -126,30 +131,27 @@ class Run:
         if cfg.generate.prompts:
             self.samples = Samples(cfg, data.tokenizer, resume_step=kept, primary=primary)
         os.makedirs(cfg.run_dir, exist_ok=True)
-        if jax.process_index() == 0:
+        if primary:
             with open(os.path.join(cfg.run_dir, "config.yml"), "w") as file:
                 file.write(config_text)
-        # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
-        kept = -1 if restored is None else self.step
-        primary = jax.process_index() == 0
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=primary)
         self.loads = ExpertLoads(cfg.run_dir, cfg, resume_step=kept, primary=primary)
         console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, self.batches.describe(), data.eval_sets))
 
-    def loop(self, stopper: Stopper) -> Outcome:
-        cfg = self.cfg
+    def loop(self, votes: Votes) -> Outcome:
+        cfg, self.votes = self.cfg, votes
         self._write_what_is_missing()
         step_fn = self._compile() if self.step < cfg.train.steps else None
         unread: tuple[int, StepMetrics, float] | None = None
-        stopped_by = stopper.reason()
+        stopped_by = votes.reason()
         while step_fn is not None and self.step < cfg.train.steps and not stopped_by:
             batch = next(self.batches)
-            self.state, metrics = step_fn(self.state, batch)
+            self.state, metrics = step_fn(self.state, batch, *votes.cast())
             self.step += 1
             previous, unread = unread, (self.step, metrics, self.batches.last_wait_seconds)
             if previous is not None:
                 self._write(previous[0], self._read(*previous))
-            stopped_by = stopper.reason()
+            stopped_by = votes.reason()
             save, evaluate = self._due(cfg.checkpoint.every), self._due(cfg.eval.every, cfg.eval.at_end)
             sample = self._samples_due(evaluate)
             if save or evaluate or sample or stopped_by:
@@ -187,15 +189,15 @@ class Run:
         every = self.cfg.generate.every
         return self.samples is not None and (evaluated if every is None else self.step > 0 and self._due(every))
 
-    def _compile(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    def _compile(self) -> Callable[..., tuple[TrainState, StepMetrics]]:
         """Compiles the step once, ahead of the first batch, so that no later call can compile again unnoticed."""
         self.clock.lap("start")
         with self.clock.apart("compile"):
-            return compile_train_step(self.cfg).lower(self.state, self.batches.abstract()).compile()
+            return compile_train_step(self.cfg).lower(self.state, self.batches.abstract(), *self.votes.cast()).compile()
 
     def _write_what_is_missing(self) -> None:
         """Before the first update: the initial evaluation, or the line of the restored update if it was cut off."""
-        if last_step(self.cfg.run_dir) >= self.step:
+        if from_process_0(lambda: last_step(self.cfg.run_dir)) >= self.step:
             return
         evaluate = self._due(self.cfg.eval.every, self.cfg.eval.at_end)
         if self.step == 0:
@@ -212,6 +214,7 @@ class Run:
         """Waits for an update and turns its metrics into OLMo-core's names."""
         read = jax.device_get(metrics)
         router = read.pop("router", None)
+        self.votes.hear(read.pop("vote", np.int32(0)).item())
         values = {name: value.item() for name, value in read.items()}
         seconds = self.clock.lap()
         spoilt = not math.isfinite(values["grad_norm"]) and not values["skipped"]  # the new weights, not yet the loss

@@ -68,9 +68,18 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
     return step
 
 
-def compile_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The jitted step; the state given to it is consumed."""
-    return jax.jit(make_train_step(cfg), donate_argnums=0)
+def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetrics]]:
+    """The jitted step; the state given to it is consumed.
+
+    It may be given an int32 array of the votes of processes; the largest is then returned as metric `vote`.
+    """
+    step = make_train_step(cfg)
+
+    def voted(state: TrainState, batch: Batch, votes: jax.Array | None = None) -> tuple[TrainState, StepMetrics]:
+        state, metrics = step(state, batch)
+        return state, metrics if votes is None else metrics | {"vote": votes.max()}
+
+    return jax.jit(voted, donate_argnums=0)
 
 
 def _gradient(cfg: Config, params: Decoder, batch: Batch,

@@ -1,4 +1,4 @@
-"""When a run stops before its last update: a signal, or a time budget."""
+"""When a run stops before its last update: a signal or a time budget, in any process of the job."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import threading
 import time
 from types import FrameType, TracebackType
 from typing import Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext.parallel.mesh import batch_devices
+from maxtext.parallel.sharding import sharding
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -35,6 +42,11 @@ class Stopper:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # whatever signal.signal returned
 
+    @property
+    def received(self) -> signal.Signals | None:
+        """The signal that came, if any."""
+        return self._signal
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -46,3 +58,43 @@ class Stopper:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return f"time budget of {self._max_seconds:g} s (train.max_seconds)"
         return None
+
+
+class Votes:
+    """Lets the processes of a job stop after the same update, whichever of them was told to.
+
+    Each process puts its vote into the inputs of an update; the update returns the largest. All processes read it at
+    the same place of the loop, so that none waits for the others outside of the updates that they share.
+    """
+
+    def __init__(self, stopper: Stopper, mesh: Mesh) -> None:
+        self._stopper, self._several = stopper, jax.process_count() > 1
+        self._shape, self._sharding = (batch_devices(mesh),), sharding(mesh, "batch")
+        self._heard = 0
+
+    def cast(self) -> tuple[jax.Array, ...]:
+        """The vote to give to the next update: (batch devices,) int32; nothing in a job of one process."""
+        if not self._several:
+            return ()
+        vote = self._code()
+        return (jax.make_array_from_callback(self._shape, self._sharding, lambda index: np.full(
+            self._shape, vote, np.int32)[index]),)
+
+    def hear(self, vote: int) -> None:
+        """Takes in what an update returned."""
+        self._heard = max(self._heard, vote)
+
+    def reason(self) -> str | None:
+        """Why the run stops now, in every process alike; None: it goes on."""
+        if not self._several:
+            return self._stopper.reason()
+        if not self._heard:
+            return None
+        return "a time budget (train.max_seconds)" if self._heard == 1 else signal.Signals(self._heard).name
+
+    def _code(self) -> int:
+        """0: go on; 1: the time budget is spent; otherwise the number of a signal, all of which are above 1."""
+        if self._stopper.reason() is None:
+            return 0
+        received = self._stopper.received
+        return 1 if received is None else int(received)

@@ -88,7 +88,8 @@ def data_rows(description: Mapping[str, Any], sets: Collection[str]) -> Rows:
 
 def start_summary(cfg: Config, mesh: Mesh, description: Mapping[str, Any], sets: Collection[str]) -> Rows:
     """All that a person should know before the first update."""
-    kind = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    processes = len({device.process_index for device in mesh.devices.flat})
+    kind = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" + (f" in {processes} processes" * (processes > 1))
     tasks = [("tasks", ", ".join(cfg.eval.tasks))] if cfg.eval.tasks else []
     data = data_rows(description, sets) + tasks
     return model_rows(cfg) + data + run_rows(cfg) + device_rows(cfg, dict(mesh.shape), kind)

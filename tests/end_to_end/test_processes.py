@@ -1,0 +1,110 @@
+"""A job of two processes over loopback: the numbers of one process, one stop for both, and a resume as one process."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext.config.load import to_yaml
+from maxtext.parallel.launch import LaunchError, job
+from maxtext.train.loop import train
+from tests.runs import ROOT, lines
+
+SHORT = ("train.steps=6", "eval.every=3", "checkpoint.every=3", "log.tensorboard=false", "log.report=false",
+         "mesh.fsdp=4")
+
+
+def start_two(cfg, folder):
+    """Both processes of a job, with two devices each."""
+    (folder / "job.yml").write_text(to_yaml(cfg))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")}
+    return [subprocess.Popen([sys.executable, str(ROOT / "train.py"), str(folder / "job.yml")], text=True,
+                             env=environment | {"JAX_PROCESS_ID": str(rank)}, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT) for rank in range(2)]
+
+
+def outputs(workers):
+    try:
+        ends = [worker.communicate(timeout=240)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], ends
+    return ends
+
+
+def losses(cfg):
+    return [(line["step"], line.get("train/CE loss"), line.get("eval/lm/macro/CE loss"), line.get("data/fingerprint"))
+            for line in lines(cfg)]
+
+
+def check_same(got, expected):
+    assert [line[::3] for line in got] == [line[::3] for line in expected]
+    np.testing.assert_allclose(*(np.array([[np.nan if x is None else x for x in line[1:3]] for line in side], float)
+                                 for side in (got, expected)), rtol=2e-6)
+
+
+def test_two_processes_train_as_one_and_stop_together(runs, tmp_path):
+    one = runs.config("one", *SHORT)
+    train(one, devices=jax.devices()[:4])
+    two = runs.config("two", *SHORT)
+    first, second = outputs(start_two(two, tmp_path))
+    assert "4 x cpu in 2 processes" in " ".join(first.split())
+    assert "two is complete" in first
+    assert "complete" not in second, "one process speaks for all"
+    check_same(losses(two), losses(one))
+
+    # A signal to the second process alone stops both after the same update; one process goes on from there.
+    long = runs.config("long", *SHORT[1:], "train.steps=2000", "schedule.total_steps=2000")
+    workers = start_two(long, tmp_path)
+    metrics = runs.directory("long") / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and metrics.read_text().count("\n") >= 4:
+            break
+        assert workers[1].poll() is None, workers[1].communicate()[0]
+        time.sleep(0.1)
+    workers[1].send_signal(signal.SIGTERM)
+    first, _ = outputs(workers)
+    assert "stopped by SIGTERM after update" in first
+    stopped = lines(long)[-1]["step"]
+    assert 4 <= stopped < 2000
+    more = runs.config("long", *SHORT[1:], f"train.steps={stopped + 1}", "schedule.total_steps=2000")
+    assert train(more, devices=jax.devices()[:4]).step == stopped + 1
+    assert [line["step"] for line in lines(more)] == list(range(stopped + 2))
+
+
+@pytest.mark.parametrize(("environment", "found"), [
+    ({}, None),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, None),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX's variables"),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+    ({"SLURM_NTASKS": "1"}, None),
+    ({"SLURM_NTASKS": "16"}, "SLURM"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+    ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    ({"TPU_WORKER_HOSTNAMES": "a,b"}, "Cloud TPU"),
+])
+def test_a_job_is_found_in_its_environment(environment, found):
+    assert job(environment) == found
+
+
+@pytest.mark.parametrize(("environment", "message"), [
+    ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS is not set, but JAX_NUM"),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set"),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "numbered 0 to 1"),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "'two', which is not a"),
+])
+def test_half_a_job_is_refused(environment, message):
+    with pytest.raises(LaunchError, match=message):
+        job(environment)
