@@ -92,9 +92,9 @@ def of_branch(tensors: Tensors, own: Mapping[str, Place], run: Run, model: Model
              _orders_of_rotary_rows(groups, tensors), _orders_of_pairs(groups, tensors)]
     found = [cause for cause, edit in itertools.chain(*kinds) if gap(run(edit, model), theirs) <= limit]
     found = found or list(_permuted_experts(groups, tensors, run, model, theirs, limit))
-    found = found or list(itertools.islice(_other_settings(groups, run, model, theirs, limit), 1))
     found = found or list(_scaled(groups, tensors, run, model, theirs, limit))
     found = found or list(_missing_bias(run({}, model), theirs, limit))
+    found = found or list(itertools.islice(_other_settings(groups, run, model, theirs, limit), 1))  # each compiles
     return "; or ".join(dict.fromkeys(found[:_SHOWN])) if found else UNKNOWN
 
 
@@ -233,7 +233,9 @@ def _scaled(groups: Groups, tensors: Tensors, run: Run, model: ModelConfig, thei
         solved = 1 + _factor(slope, theirs - ours)
         for factor in [solved, *usual, *(1 / factor for factor in usual)]:
             if gap(run({p.name: np.float32(factor) * tensors[p.name] for p in group}, model), theirs) <= limit:
-                yield f"{_short(rule)} is {1 / factor:.6g} times theirs: scaled"
+                scores = group[0].rule.leaf == "attention.qkv" and "-1" not in group[0].rule.ours
+                yield (f"{_short(rule)} is {1 / factor:.6g} times theirs: scaled"
+                       f"{' (or model.attention_scale is not theirs)' if scores else ''}")
                 break
 
 
@@ -247,12 +249,11 @@ def _other_settings(groups: Groups, run: Run, model: ModelConfig, theirs: np.nda
     """Settings of the part under which our weights agree."""
     changes: list[dict[str, object]]
     if any(group[0].rule.leaf.startswith("attention.") for group in groups.values()):
-        changes = [{"rope_pairs": "halves" if model.rope_pairs == "neighbours" else "neighbours"}]
-        changes += [{"attention_scale": scale} for scale in (1.0, model.head_width**-0.5)]
-        if model.window is not None:
-            windows = (model.window - 1, model.window + 1, theirs.shape[1])
-            changes += [{"window": window} for window in windows if window > 0]
+        windows = () if model.window is None else (model.window - 1, model.window + 1, theirs.shape[1])
+        changes = [{"window": window} for window in windows if window > 0]
         changes += [{"rope_theta": theta, "window_rope_theta": None} for theta in (1e4, 1e5, 5e5, 1e6)]
+        changes += [{"attention_scale": scale} for scale in (1.0, model.head_width**-0.5)]
+        changes += [{"rope_pairs": "halves" if model.rope_pairs == "neighbours" else "neighbours"}]
     else:
         changes = [{"activation": kind} for kind in ("silu", "gelu_tanh", "clamped_swish")]
         usual = {"renormalise": not model.moe.renormalise, "scale": 1.0, "groups": 1,

@@ -177,6 +177,27 @@ def test_kinds_of_layers_become_the_usual_pattern_or_the_shortest(types, pattern
     assert (model.layer_pattern, model.last_layer_full) == (pattern, last)
 
 
+@pytest.mark.parametrize(("kind", "keys", "windows"), [
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 8}, "...88"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 5, "sliding_window": 8}, "....."),
+    ("qwen3", {"max_window_layers": 0, "sliding_window": 8}, "....."),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, "....."),
+    ("mistral", {"sliding_window": 8}, "88888"),
+    ("mistral", {"sliding_window": None}, "....."),
+    ("mixtral", {"num_local_experts": 4}, "....."),
+    ("qwen3_moe", {**MOE, "use_sliding_window": True, "sliding_window": 8}, "88888"),
+    ("qwen3_moe", {**MOE, "sliding_window": 8}, "....."),
+    ("gemma3_text", {"sliding_window": 8, "num_hidden_layers": 8}, "88888.88"),
+    ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 2}, "8.8.8"),
+    ("gpt_oss", {"num_local_experts": 4, "sliding_window": 8}, "8.8.8"),
+    ("olmo3", {"sliding_window": 8}, "888.8"),
+])
+def test_layers_that_no_list_describes(kind, keys, windows):
+    model = model_of(kind, **keys)
+    assert "".join("." if window is None else str(window) for window in model.layer_windows) == windows
+    assert family_for(model, kind).name == kind
+
+
 def test_four_layers_of_olmo_3_have_the_tree_of_its_recipes():
     """window window window full could be three windows and a forced full layer too, which is another tree."""
     model = model_of("olmo3", num_hidden_layers=4, sliding_window=8)

@@ -176,7 +176,9 @@ FAULTS = [
     ("llama", of("o_proj.weight", lambda t: 3 * t), ATTENTION, "self_attn.o_proj.weight is 3 times theirs: scaled"),
     ("llama", of("k_proj", lambda t: t * np.float32(6**-0.5)), ATTENTION, "with model.attention_scale 1.0 it agrees"),
     ("llama", of("o_proj.bias", np.zeros_like), ATTENTION, "a bias is missing"),
-    ("llama", of("o_proj.weight", lambda t: t[::-1]), ATTENTION, "no single edit that is known here explains it"),
+    ("llama", of("down_proj", lambda t: t[::-1]), MLP, "no single edit that is known here explains it"),
+    ("mixtral", of("k_proj", lambda t: 4 * t), ATTENTION,
+     "self_attn.k_proj.weight is 4 times theirs: scaled (or model.attention_scale is not theirs)"),
     ("llama", swapped("gate_proj", "up_proj"), MLP, "gate and up are swapped: mlp.gate_proj and mlp.up_proj"),
     ("llama", of("down_proj", lambda t: t / 2), MLP, "mlp.down_proj.weight is 0.5 times theirs"),
     ("llama", of("input_layernorm", np.ones_like), LAYER + "input_layernorm", "the norm gain is missing"),
@@ -217,7 +219,7 @@ def test_a_wrong_mapping_is_named_with_its_cause(tmp_path, name, change, part, c
     ("qwen2", {"sliding_window": 7}, ATTENTION, "with model.window 6 it agrees"),
     ("deepseek_v3", {"rope_interleave": False}, "model.layers.0.self_attn", "halves or neighbours, model.rope_pairs"),
     ("olmoe", {"norm_topk_prob": True}, "model.layers.0.mlp", "with model.moe.renormalise False it agrees"),
-    ("olmoe", {"rope_parameters": {"rope_theta": 500000.0}}, "model.layers.0.self_attn", "with model.rope_theta 10000"),
+    ("mixtral", {"rope_parameters": {"rope_theta": 5e5}}, "model.layers.0.self_attn", "with model.rope_theta 1000000"),
     ("llama", {"rms_norm_eps": 0.5}, "model.layers.0.input_layernorm", "no gain explains it: look at model.norm_eps"),
 ])
 def test_a_wrong_setting_is_named(tmp_path, name, keys, part, cause):
