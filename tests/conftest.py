@@ -64,3 +64,6 @@ def pytest_collection_modifyitems(config, items):
 def pytest_addoption(parser):
     parser.addoption("--oracle-cases", metavar="DIR",
                      help="replay every case of the reference found in DIR, instead of those in tests/oracles/cases")
+    parser.addoption("--hf-folders", metavar="DIR",
+                     help="convert every transformers folder in DIR that has an expected.npz of input_ids, logits and "
+                          "hidden_states, instead of those in tests/oracles/hf")

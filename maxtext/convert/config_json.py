@@ -20,6 +20,7 @@ _NULLABLE = ("q_lora_rank", "sliding_window", "num_key_value_heads", "head_dim")
 # Settings that change the arithmetic in ways that no table holds: only this value is accepted.
 _ONLY: Known = {"quantization_config": None, "clip_qkv": None, "partial_rotary_factor": 1.0, "mlp_bias": False,
                 "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False}
+_HINTS = {"quantization_config": "; dequantise the weights first and take it out"}
 # Fields that say how a model is trained and nothing about what it computes.
 _TRAINING = ("init_std", "moe.load_balance_loss", "moe.load_statistics", "moe.z_loss", "moe.bias_update_rate",
              "moe.capacity_factor")
@@ -123,8 +124,8 @@ def read_model(family: Family, config: Mapping[str, Any], where: str) -> ModelCo
     """The architecture that a config.json describes; ConvertError names every setting that we cannot honour."""
     known = {**family.defaults, **{key: value for key, value in config.items()
                                    if value is not None or key in _NULLABLE}}
-    faults = [f"{key} is {known[key]!r}; only {value!r} is supported" for key, value in {**_ONLY, **family.only}.items()
-              if known.get(key, value) != value]
+    faults = [f"{key} is {known[key]!r}; only {value!r} is supported{_HINTS.get(key, '')}"
+              for key, value in {**_ONLY, **family.only}.items() if known.get(key, value) != value]
     said: Said = dict(family.choices)
     for setting in family.settings:
         try:

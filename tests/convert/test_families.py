@@ -102,7 +102,7 @@ def test_window_layers_may_have_a_base_of_their_own(kind, keys, theta):
 @pytest.mark.parametrize(("kind", "keys", "message"), [
     ("llama", {"mlp_bias": True}, "mlp_bias is True; only False"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"quantization_config": {"bits": 4}}, "only None is supported; dequantise the weights first"),
     ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type longrope is not supported"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic is not supported"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "rope_type linear needs factor"),

@@ -15,7 +15,7 @@ from maxtext.convert import trace
 from maxtext.convert.commands import run
 from maxtext.model.decoder import Decoder
 from maxtext.train.state import init_state
-from tests.convert.folders import FAMILIES, HF, float32_tensors
+from tests.convert.folders import HF, float32_tensors
 from tests.convert.tiny_families import NAMES, trace_of, write_folder
 from tests.materials import imported
 from tests.tiny import mesh_of, tiny_config, tiny_model
@@ -76,12 +76,11 @@ def test_a_run_is_the_same_model_in_transformers(tmp_path, name):
         assert np.abs(tensors["model.layers.0.self_attn.k_norm.weight"] - 1).max() > 0.1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_import_that_is_exported_again(tmp_path, name):
+def test_an_import_that_is_exported_again(tmp_path, hf_folder):
     """Against transformers on the export, and against the committed golden: the fixture is what it says it is."""
-    assert run(["import", str(HF / name), str(tmp_path / "out")]) == 0
+    assert run(["import", str(hf_folder), str(tmp_path / "out")]) == 0
     assert run(["export", str(tmp_path / "out"), str(tmp_path / "hf")]) == 0
-    golden = trace.load(str(HF / name / "expected.npz"))
+    golden = trace.load(str(hf_folder / "expected.npz"))
     theirs = trace.record(str(tmp_path / "hf"), golden.tokens_BT, modules=False)
     np.testing.assert_allclose(theirs.logits_BTV, golden.logits_BTV, atol=2e-6)
     assert len(theirs.hidden) == len(golden.hidden)
