@@ -1,7 +1,7 @@
 """The command line, `maxtext VERB ...` (`USAGE` lists the verbs). A verb imports what it needs.
 
-Exit codes: 0 done, or stopped cleanly; 2 a mistake in what was asked for (config, data, devices, saved state);
-3 training failed.
+Exit codes: 0 done, or stopped cleanly; 1 a plan that does not fit; 2 a mistake in what was asked for (config, data,
+devices, saved state); 3 training failed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ USAGE = """usage: maxtext VERB ...
 
 verbs
   train CONFIG [key=value ...] [--dry-run]   train, or continue, a run
+  plan CONFIG --topology CHIP:SHAPE [...]    memory, FLOPs and estimated speed on a machine that is not here
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
   data prepare [...]                         text to a tokenizer and token files
   checkpoint ls | verify RUN                 what is saved, and whether it is whole
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     verbs: dict[str, Callable[[list[str]], int]] = {
-        "train": train, "config": _config, "data": _data, "checkpoint": _checkpoint, "convert": _convert,
+        "train": train, "plan": _plan, "config": _config, "data": _data, "checkpoint": _checkpoint, "convert": _convert,
         "eval": _eval, "generate": _generate, "report": _report,
     }
     if argv[0] not in verbs:
@@ -151,6 +152,12 @@ def _write_report(run_dir: str) -> None:
 def _mistake(error: object) -> int:
     print(error, file=sys.stderr)
     return 2
+
+
+def _plan(argv: list[str]) -> int:
+    from maxtext.plan.command import run
+
+    return run(argv)
 
 
 def _config(argv: list[str]) -> int:

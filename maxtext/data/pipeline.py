@@ -61,13 +61,7 @@ class Batches(Iterator[Batch]):
 
     def abstract(self) -> Batch:
         """The shapes, types and shardings of every batch, to compile from."""
-        def shaped(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding_of(len(shape)))
-
-        ids, data = shaped(self._shape, jnp.int32), self._cfg.data
-        return Batch(ids, ids, shaped(self._shape, jnp.float32), ids if data.document_masking else None,
-                     shaped(self._shape[:1], jnp.float32) if data.instance_filter.enabled else None,
-                     shaped(self._shape[:1], jnp.int32) if data.packing == "best_fit" else None)
+        return abstract_batch(self._cfg, self._sharding)
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch, for JSON: the number of updates, and what they were counted in."""
@@ -165,15 +159,9 @@ class Batches(Iterator[Batch]):
             self._iterator.close()
             self._iterator = None
 
-    def _sharding_of(self, rank: int) -> jax.sharding.NamedSharding | None:
-        """The placement of an array of the batch: rows over the same devices whatever their rank."""
-        if self._sharding is None or rank == 2:
-            return self._sharding
-        return jax.sharding.NamedSharding(self._sharding.mesh, jax.sharding.PartitionSpec(*self._sharding.spec[:rank]))
-
     def _to_global(self, local: np.ndarray) -> jax.Array:
         """The global array, (B, T) or (B,), of which this process holds the rows self._rows."""
-        sharding = self._sharding_of(local.ndim)
+        sharding = _sharding_of(self._sharding, local.ndim)
         assert sharding is not None
         if sharding.is_fully_addressable:
             return jax.device_put(local, sharding)
@@ -184,6 +172,26 @@ class Batches(Iterator[Batch]):
             return local[(np.searchsorted(self._rows, wanted), *index[1:])]
 
         return jax.make_array_from_callback(self._shape[:local.ndim], sharding, shard)
+
+
+def abstract_batch(cfg: Config, sharding: jax.sharding.NamedSharding | None) -> Batch:
+    """The shapes, types and shardings of every batch of a run, from its config alone."""
+    def shaped(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding_of(sharding, len(shape)))
+
+    rows, data = (cfg.train.global_batch,), cfg.data
+    shape = (*rows, data.sequence_length)
+    ids = shaped(shape, jnp.int32)
+    return Batch(ids, ids, shaped(shape, jnp.float32), ids if data.document_masking else None,
+                 shaped(rows, jnp.float32) if data.instance_filter.enabled else None,
+                 shaped(rows, jnp.int32) if data.packing == "best_fit" else None)
+
+
+def _sharding_of(sharding: jax.sharding.NamedSharding | None, rank: int) -> jax.sharding.NamedSharding | None:
+    """The placement of an array of the batch: rows over the same devices whatever their rank."""
+    if sharding is None or rank == 2:
+        return sharding
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:rank]))
 
 
 def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None = None) -> Batches:

@@ -1,0 +1,129 @@
+"""Compiles the train step of a config for a target without running it, and reads what the compiler made."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext.config.schema import Config
+from maxtext.data.pipeline import abstract_batch
+from maxtext.parallel.mesh import make_mesh
+from maxtext.parallel.sharding import sharding
+from maxtext.plan.collectives import UNKNOWN, Traffic, traffic
+from maxtext.plan.hlo import Walk, estimated_cycles, kernel_flops, matmul_flops, parse
+from maxtext.train.state import abstract_state
+from maxtext.train.step import compile_train_step
+
+PACKAGES = ("jax", "jaxlib", "libtpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device, as the compiler laid them out."""
+
+    arguments: int  # weights, moments, batch
+    outputs: int
+    aliased: int  # outputs that take the place of arguments
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The compiled step, of one device; loops count as often as they turn."""
+
+    mesh: dict[str, int]
+    memory: Memory
+    matmul_flops: int  # of dots and convolutions
+    kernel_flops: int  # that custom kernels declare
+    kernels: int  # executions of custom kernels a step
+    silent_kernels: int  # of these, executions that declare no FLOPs
+    cycles: int  # XLA's estimate for what runs on the matrix and vector units, collectives left out; 0: it makes none
+    traffic: tuple[Traffic, ...]
+    torus_dims: dict[str, int]  # how many dims of the torus each of traffic's axes spans
+    unknown_loops: tuple[str, ...]  # counted once
+    branches: int  # conditionals, of which every branch is counted
+    trace_seconds: float
+    compile_seconds: float
+    versions: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Program:
+        """The inverse of `to_json`; KeyError or TypeError when the tree is of another version."""
+        parts = {"memory": Memory(**tree["memory"]), "unknown_loops": tuple(tree["unknown_loops"]),
+                 "traffic": tuple(Traffic(**row) for row in tree["traffic"])}
+        return cls(**tree | parts)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what decides how a program is compiled."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def compile_program(cfg: Config, devices: Sequence[jax.Device]) -> Program:
+    """Lays the config's mesh over the devices and compiles the step that training runs; reads no data.
+
+    Raises:
+      MeshError: when the mesh does not fit devices, model or batch.
+    """
+    mesh = make_mesh(cfg, devices)
+    began = time.perf_counter()
+    with jax.set_mesh(mesh):
+        state, batch = abstract_state(cfg, mesh), abstract_batch(cfg, sharding(mesh, "batch", None))
+        lowered = compile_train_step(cfg).lower(state, batch)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+    compiled_at = time.perf_counter()
+    return read_program(compiled, mesh, traced - began, compiled_at - traced)
+
+
+def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_seconds: float) -> Program:
+    """What a compiled step (`jax.stages.Compiled`) costs on each device of the mesh."""
+    walk, shape = Walk(parse(compiled.as_text())), dict(mesh.shape)
+    rows = traffic(walk.runs, shape)
+    flops = sum(run.times * matmul_flops(run) for run in walk.runs)
+    kernels = [(run.times, declared) for run in walk.runs if (declared := kernel_flops(run)) != 0]
+    stats = compiled.memory_analysis()
+    memory = Memory(stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes,
+                    stats.temp_size_in_bytes, stats.generated_code_size_in_bytes)
+    return Program(
+        mesh=shape, memory=memory, matmul_flops=flops,
+        kernel_flops=sum(times * (declared or 0) for times, declared in kernels),
+        kernels=sum(times for times, _ in kernels),
+        silent_kernels=sum(times for times, declared in kernels if declared is None),
+        cycles=sum(run.times * estimated_cycles(run) for run in walk.runs if not run.fused and not run.asynchronous),
+        traffic=rows, torus_dims={row.axes: torus_dims(mesh, row.axes) for row in rows},
+        unknown_loops=tuple(walk.unknown_loops), branches=walk.branches, trace_seconds=trace_seconds,
+        compile_seconds=compile_seconds, versions=versions())
+
+
+def torus_dims(mesh: Mesh, axes: str) -> int:
+    """Dims of the chips' torus along which devices differ inside a group over these axes of the mesh.
+
+    0 when the group lies on one chip or devices have no coordinates. Axes that cannot be told span all.
+    """
+    names = set(mesh.axis_names) if axes == UNKNOWN else set(axes.removesuffix(" in part").split("+"))
+    group = mesh.devices[tuple(slice(None) if name in names else 0 for name in mesh.axis_names)].flatten()
+    places = np.asarray([getattr(device, "coords", None) or (0,) for device in group])
+    return int((places != places[:1]).any(axis=0).sum()) if math.prod(places.shape) else 0

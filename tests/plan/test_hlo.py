@@ -1,0 +1,223 @@
+"""Reading compiled programs: trip counts, FLOPs, groups and bytes, on small texts and on programs compiled here."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxtext.parallel.mesh import AXES
+from maxtext.plan.collectives import axes_of, bytes_sent, replica_groups, traffic
+from maxtext.plan.hlo import Module, Walk, arrays, byte_size, estimated_cycles, kernel_flops, matmul_flops, parse
+from tests.tiny import mesh_of
+
+LOOP = """HloModule m, is_scheduled=true
+
+%compare.1 (a: s32[], b: s32[]) -> pred[] {
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %lt = pred[] compare(%a, %b), direction=LT
+}
+
+%condition (p.1: (s32[], f32[4,8])) -> pred[] {
+  %p.1 = (s32[], f32[4,8]{1,0:T(8,128)}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %other = s32[] constant(900)
+  %end = s32[] constant(END)
+  ROOT %less = pred[] fusion(%i.1, %end), kind=kLoop, calls=%compare.1
+}
+
+%body (p.2: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %p.2 = (s32[], f32[4,8]) parameter(0)
+  %i.2 = s32[] get-tuple-element(%p.2), index=0
+  %x = f32[4,8] get-tuple-element(%p.2), index=1
+  %step = s32[] constant(STEP)
+  %next = s32[] add(%i.2, %step)
+  %w = f32[8,8] constant({...})
+  %y = f32[4,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="a (b"}
+  ROOT %t = (s32[], /*index=1*/f32[4,8]) tuple(%next, %y)
+}
+
+ENTRY %main (x.1: f32[4,8]) -> (s32[], f32[4,8]) {
+  %x.1 = f32[4,8] parameter(0)
+  %start = s32[] constant(START)
+  %first = (s32[], f32[4,8]) tuple(%start, %x.1)
+  ROOT %loop = (s32[], f32[4,8]) while(%first), condition=%condition, body=%body
+}
+"""
+
+
+def loop_text(start: object, end: object, step: object) -> str:
+    return LOOP.replace("START", str(start)).replace("END", str(end)).replace("STEP", str(step))
+
+
+def flops(walk: Walk) -> int:
+    return sum(run.times * matmul_flops(run) for run in walk.runs)
+
+
+@pytest.mark.parametrize(("start", "end", "step", "trips"), [(0, 6, 1, 6), (2, 6, 1, 4), (1, 8, 3, 3), (6, 2, 1, 0)])
+def test_trips_of_a_loop_are_read_from_its_condition(start: int, end: int, step: int, trips: int):
+    walk = Walk(parse(loop_text(start, end, step)))
+    assert flops(walk) == trips * 2 * 4 * 8 * 8
+    assert walk.unknown_loops == []
+
+
+def test_a_trip_count_that_xla_knows_is_taken():
+    known = 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'
+    assert flops(Walk(parse(loop_text(0, 6, 1).replace("body=%body", known)))) == 5 * 512
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("%start = s32[] constant(0)", "%start = s32[] custom-call()"),
+    ("%end = s32[] constant(6)", "%end = s32[] get-tuple-element(%p.1), index=0"),
+    ("%next = s32[] add", "%next = s32[] multiply"),
+    ("direction=LT", "direction=NE"),
+])
+def test_a_loop_of_unknown_length_counts_once_and_is_named(old: str, new: str):
+    text = loop_text(0, 6, 1)
+    assert old in text
+    walk = Walk(parse(text.replace(old, new)))
+    assert (flops(walk), walk.unknown_loops) == (512, ["loop"])
+
+
+def test_a_text_that_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        parse("HloModule m")
+
+
+def test_sizes_of_types():
+    assert arrays("(f32[2,3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/pred[], s4[7])") == [
+        ("f32", (2, 3)), ("pred", ()), ("s4", (7,))]
+    assert byte_size("(bf16[2,3]{1,0:T(8,128)}, f8e4m3fn[5], s4[4], token[])") == 12 + 5 + 2
+
+
+def one(line: str, *operands: str) -> Walk:
+    """A program of one instruction over parameters of these types."""
+    lines = [f"  %p{i} = {kind} parameter({i})" for i, kind in enumerate(operands)]
+    return Walk(parse("\n".join(["ENTRY %main () -> f32[] {", *lines, f"  ROOT {line}", "}"])))
+
+
+def test_flops_of_matmuls_that_xla_for_tpu_writes_as_convolutions():
+    """Batch dims become window dims with padding or holes, at which nothing is computed."""
+    heads = one("%c = f32[8,256,4,3,32] convolution(%p0, %p1), window={size=1x4x3 pad=0_0x3_3x2_2 rhs_reversal=0x1x1}, "
+                "dim_labels=0bf12_i12o0->0b12f", "bf16[8,256,128,1,1]", "bf16[128,4,3,32,1]")
+    assert flops(heads) == 2 * (8 * 256) * 128 * (4 * 3 * 32)
+    scores = one("%c = f32[8,4,64,127] convolution(%p0, %p1), window={size=8x4 stride=7x3 lhs_dilate=8x4}, "
+                 "dim_labels=01bf_01oi->01bf", "f32[8,4,64,32]", "f32[8,4,127,32]")
+    assert flops(scores) == 2 * (8 * 4) * 64 * 127 * 32
+    plain = one("%c = f32[4,16] convolution(%p0, %p1), dim_labels=bf_io->bf", "f32[4,8]", "f32[8,16]")
+    assert flops(plain) == 2 * 4 * 8 * 16
+
+
+def test_flops_of_kernels_are_what_they_declare():
+    line = '%k = f32[4] custom-call(%p0), custom_call_target="TARGET", backend_config={"custom_call_config":{CONFIG}}'
+    declared = line.replace("CONFIG", '"cost_estimate":{"flops":123,"bytes_accessed":"7"}')
+    (run,) = (run for run in one(declared.replace("TARGET", "tpu_custom_call"), "f32[4]").runs if run.instruction.root)
+    assert kernel_flops(run) == 123
+    (run,) = (run for run in one(line.replace("TARGET", "tpu_custom_call"), "f32[4]").runs if run.instruction.root)
+    assert kernel_flops(run) is None
+    (run,) = (run for run in one(declared.replace("TARGET", "Sharding"), "f32[4]").runs if run.instruction.root)
+    assert kernel_flops(run) == 0
+
+
+def test_cycles_that_xla_does_not_know_are_none():
+    for cycles, counted in (("8992", 8992), (str(2**63 - 1), 0)):
+        walk = one('%f = f32[4] add(%p0, %p0), backend_config={"window_config":{"estimated_cycles":"' + cycles + '"}}',
+                   "f32[4]")
+        assert [estimated_cycles(run) for run in walk.runs] == [0, counted]
+
+
+ROWS, COLUMNS = [(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.mark.parametrize(("text", "groups"), [
+    ("replica_groups={{0,1,2,3},{4,5,6,7}}", ROWS),
+    ("replica_groups=[2,4]<=[8]", ROWS),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", COLUMNS),
+    ("replica_groups=mesh['a'=2,'b'=4] {'b'}", ROWS),
+    ("replica_groups=mesh['a'=2,'b'=4] {'a'}", COLUMNS),
+    ("replica_groups=mesh['x'=8] {'x':(1)2}", COLUMNS),
+    ("replica_groups=mesh['x'=8] {'x':(2)4}", ROWS),
+    ("replica_groups={}", [tuple(range(8))]),
+    ("source_target_pairs={{0,4},{1,5},{2,6},{3,7}}", COLUMNS),
+    ("replica_groups=@something", None),
+])
+def test_groups_in_each_notation(text: str, groups: list[tuple[int, ...]] | None):
+    assert replica_groups(f"channel_id=1, {text}, use_global_device_ids=true", 8) == groups
+
+
+def test_groups_are_named_after_the_axes_of_the_mesh():
+    mesh = {"data": 2, "fsdp": 4, "expert": 1, "tensor": 1}
+    assert axes_of(ROWS, mesh) == ("fsdp", 4)
+    assert axes_of(COLUMNS, mesh) == ("data", 2)
+    assert axes_of([tuple(range(8))], mesh) == ("data+fsdp", 8)
+    assert axes_of([(0, 1), (2, 3), (4, 5), (6, 7)], mesh) == ("fsdp in part", 2)
+    assert axes_of([(i,) for i in range(8)], mesh)[1] == 1
+
+
+def test_bytes_that_a_ring_sends():
+    assert bytes_sent("all-gather", 100, 8) == 700
+    assert bytes_sent("reduce-scatter", 800, 8) == 700
+    assert bytes_sent("all-reduce", 800, 8) == 1400
+    assert bytes_sent("all-to-all", 800, 8) == 700
+    assert bytes_sent("collective-permute", 800, 8) == 800
+
+
+ASYNC = """HloModule m
+
+%wrapped (p: bf16[4,8]) -> bf16[32,8] {
+  %p = bf16[4,8] parameter(0)
+  ROOT %g = bf16[32,8] all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+
+ENTRY %main (x: bf16[4,8]) -> f32[] {
+  %x = bf16[4,8] parameter(0)
+  %a = ((bf16[4,8]), bf16[32,8], u32[]) async-start(%x), async_execution_thread="sparsecore", calls=%wrapped
+  %b = (bf16[4,8], bf16[32,8]) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
+  %c = bf16[4,8] all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%sum
+  %d = bf16[32,8] all-gather-done(%b)
+  ROOT %e = bf16[4,8] all-reduce(%x), replica_groups={}, to_apply=%sum
+}
+"""
+
+
+def test_collectives_that_start_and_finish_apart_are_asynchronous():
+    """Also those that stand inside what another core runs. A group of one device moves nothing."""
+    rows = traffic(Walk(parse(ASYNC)).runs, dict(zip(AXES, (1, 8, 1, 1), strict=True)))
+    assert [(row.kind, row.axes, row.asynchronous, row.count, row.bytes_sent) for row in rows] == [
+        ("all-gather", "fsdp", True, 2, 2 * 7 * 64), ("all-reduce", "fsdp", False, 1, 2 * 7 * 64 // 8)]
+
+
+def test_a_compiled_loop_over_gathered_weights_costs_what_a_hand_counts():
+    """Five turns, each an all-gather of (16, 32) float32 over 4 devices and a matmul of (8, 16) with it."""
+    mesh = mesh_of((2, 4, 1))
+
+    def run(w_LDF: jax.Array, x_BD: jax.Array) -> jax.Array:
+        def turn(x_BD: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, None]:
+            whole_DF = jax.lax.all_gather(w_DF, "fsdp", axis=0, tiled=True)
+            y_BF = jnp.tanh(x_BD @ whole_DF)
+            return jax.lax.dynamic_slice_in_dim(y_BF, 3, 16, 1), None
+
+        return jax.lax.scan(turn, x_BD, w_LDF)[0]
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(None, "fsdp"), P("data")), out_specs=P("data"), check_vma=False)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec))
+              for shape, spec in (((5, 16, 32), P(None, "fsdp")), ((16, 16), P("data")))]
+    with jax.set_mesh(mesh):
+        walk = Walk(parse(jax.jit(mapped).lower(*shapes).compile().as_text()))
+    assert flops(walk) == 5 * 2 * 8 * 16 * 32
+    (gathers,) = traffic(walk.runs, dict(mesh.shape))
+    assert (gathers.kind, gathers.axes, gathers.devices, gathers.count) == ("all-gather", "fsdp", 4, 5)
+    assert gathers.bytes_sent == 5 * math.prod((16, 32)) * 4 * 3 // 4
+
+
+def test_every_branch_of_a_conditional_counts():
+    text = loop_text(0, 6, 1).replace("while(%first), condition=%condition, body=%body",
+                                      "conditional(%start, %first, %first), branch_computations={%body, %body}")
+    module = parse(text)
+    assert isinstance(module, Module)
+    walk = Walk(module)
+    assert (flops(walk), walk.branches) == (2 * 512, 1)
