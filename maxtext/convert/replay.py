@@ -121,6 +121,9 @@ def _layer(side: Side, layer: int, block: Block, limit: float) -> Iterator[tuple
         return {key: place.to_theirs(np.asarray(arrays[place.piece.leaf.removeprefix(f"{prefix}.")]))
                 for key, place in own.items() if only(key)}
 
+    # Norms of theirs that this model does not have at all.
+    absent = [module for module in side.trace.modules if module.startswith(f"{name}.")
+              and "norm" in module.rpartition(".")[2] and module not in norms.values()]
     gains = tensors(lambda key: key.removesuffix(".weight") in norms.values())
     inner = [module for leaf, module in norms.items() if leaf.startswith("attention.")]
 
@@ -134,6 +137,8 @@ def _layer(side: Side, layer: int, block: Block, limit: float) -> Iterator[tuple
         forward = _run_attention if module == ATTENTION else _run_feed_forward
 
         def explain() -> str:
+            if missing := [other for other in absent if other.startswith(f"{part}.")]:
+                return f"theirs has {' and '.join(missing)}, which this model does not: a norm is missing"
             whole = tensors(lambda key: own[key].piece.leaf.startswith(f"{prefix}.{leaves}."))
             run = functools.partial(_run_edited, side, part, forward, block, prefix, own, whole, window)
             mine = {key: tensor for key, tensor in whole.items() if key not in gains}
@@ -150,8 +155,10 @@ def _layer(side: Side, layer: int, block: Block, limit: float) -> Iterator[tuple
     for module in outer("mlp", True):
         yield from _norm(side, module, gains, limit)
     out = _host(run_block(block, side.given(name), side.context, side.model, window))
-    yield name, out, lambda: ("each part of the layer agrees, but not the whole: look at where its norms stand "
-                              "(model.norm_placement) and at its residual connections")
+    yield name, out, lambda: (
+        f"theirs has {' and '.join(absent)}, which this model does not: a norm is missing" if absent else
+        "each part of the layer agrees, but not the whole: look at where its norms stand (model.norm_placement) and at "
+        "its residual connections")
 
 
 def _norm(side: Side, module: str, gains: Tensors, limit: float) -> Iterator[tuple[str, np.ndarray, Any]]:

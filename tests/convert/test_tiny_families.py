@@ -215,6 +215,28 @@ def test_a_wrong_mapping_is_named_with_its_cause(tmp_path, name, change, part, c
     assert not [row for row in wrong if row.startswith("model.layers.0")]  # fed with their input, the others agree
 
 
+@pytest.mark.parametrize(("norm", "wrong"), [("self_attn.q_norm", "self_attn"), ("post_feedforward_layernorm", "")])
+def test_a_norm_that_this_model_lacks_is_named(imported, norm, wrong):
+    """As if the layer had one more norm: the part around it gives out something else, and every other part agrees."""
+    saved, theirs = open_saved(str(imported("llama") / "out")), trace.load(str(trace_of("llama")))
+    part = f"{LAYER}{wrong}".rstrip(".")
+    given, out = theirs.modules[part]
+    more = {part: (given, 2 * out), LAYER + norm: (given, given)}
+    report = replay.replay(saved, dataclasses.replace(theirs, modules={**theirs.modules, **more}), LIMITS["float32"],
+                           "float32")
+    assert report["first_wrong_block"] == part
+    assert report["likely_cause"] == f"theirs has {LAYER}{norm}, which this model does not: a norm is missing"
+
+
+def test_parts_that_are_put_together_in_another_way(imported):
+    saved, theirs = open_saved(str(imported("llama") / "out")), trace.load(str(trace_of("llama")))
+    given, out = theirs.modules["model.layers.1"]
+    modules = {**theirs.modules, "model.layers.1": (given, out - given)}
+    report = replay.replay(saved, dataclasses.replace(theirs, modules=modules), LIMITS["float32"], "float32")
+    assert report["first_wrong_block"] == "model.layers.1"
+    assert "each part of the layer agrees, but not the whole" in report["likely_cause"]
+
+
 @pytest.mark.parametrize(("name", "keys", "part", "cause"), [
     ("qwen2", {"sliding_window": 7}, ATTENTION, "with model.window 6 it agrees"),
     ("deepseek_v3", {"rope_interleave": False}, "model.layers.0.self_attn", "halves or neighbours, model.rope_pairs"),
