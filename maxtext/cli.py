@@ -25,7 +25,7 @@ verbs
   data prepare [...]                         text to a tokenizer and token files
   checkpoint ls | verify RUN                 what is saved, and whether it is whole
   checkpoint merge OUT RUN[@STEP] ...        the average of the weights of several checkpoints
-  convert import | export | verify [...]     weights of transformers and OLMo-core in and out
+  convert import | export | verify | trace   weights of transformers and OLMo-core in and out, and proof that they fit
   eval MODEL [--sets ...] [--tasks ...]      held-out sets and tasks on a checkpoint or a transformers folder
   generate MODEL --prompt TEXT [...]         what a checkpoint or a transformers folder goes on with
   report RUN                                 write report.html and loss.png of a run
