@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.manager import Checkpoints
-from maxtext.config.architecture import RopeScalingConfig
+from maxtext.config.architecture import LatentConfig, MoeConfig, RopeScalingConfig
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import DataConfig, SourceConfig
 from maxtext.convert import trace
@@ -34,6 +34,11 @@ MODELS = {
     "olmo2 yarn": tiny_model(rope_scaling=YARN, **PLAIN),
     "llama": tiny_model(**LLAMA),
     "llama yarn tied": tiny_model(tie_embeddings=True, rope_scaling=YARN, **LLAMA),
+    "deepseek_v3": tiny_model(
+        n_kv_heads=None, head_dim=None, rope_pairs="neighbours", **LLAMA,
+        latent=LatentConfig(kv_rank=16, nope_dim=8, rope_dim=4, value_dim=10),
+        moe=MoeConfig(experts=8, d_expert=12, shared_experts=2, dense_layers=2, scores="sigmoid", renormalise=True,
+                      scale=2.5, selection_bias=True)),
 }
 
 
