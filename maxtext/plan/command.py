@@ -20,7 +20,7 @@ from maxtext.config.validate import AXES, mesh_problems
 from maxtext.plan.topology import DEVICE_COUNT, PlanError, Target, make_devices, prepare_process, read_target
 
 if TYPE_CHECKING:
-    from maxtext.plan.program import Program
+    from maxtext.plan.program import Program, Refusal
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # What decides the compiled step: these parts of a config, and the code below these folders.
@@ -65,16 +65,21 @@ def _local(cfg: Config) -> str:
     return f"cpu:{math.prod(max(1, getattr(cfg.mesh, axis)) for axis in AXES)}"
 
 
-def _show(cfg: Config, target: Target, program: Program, cached: bool, json_file: str | None) -> None:
-    from maxtext.plan.report import make_plan, to_json, to_rows
+def _show(cfg: Config, target: Target, program: Program | Refusal, cached: bool, json_file: str | None) -> None:
+    from maxtext.plan.program import Refusal
+    from maxtext.plan.report import make_plan, refusal_json, refusal_rows, to_json, to_rows
     from maxtext.train.console import Console
 
-    plan = make_plan(cfg, target, program)
+    if isinstance(program, Refusal):
+        rows, tree = refusal_rows(cfg, target, program), refusal_json(cfg, target, program)
+    else:
+        plan = make_plan(cfg, target, program)
+        rows, tree = to_rows(plan, cached), to_json(plan)
     if json_file != "-":
-        Console().table(f"Plan of {cfg.run_name}: compiled, not run", to_rows(plan, cached))
+        Console().table(f"Plan of {cfg.run_name}: compiled, not run", rows)
     if json_file is None:
         return
-    text = json.dumps(to_json(plan), indent=1) + "\n"
+    text = json.dumps(tree, indent=1) + "\n"
     if json_file == "-":
         sys.stdout.write(text)
     else:
@@ -89,14 +94,15 @@ def cache_folder(given: str | None) -> Path | None:
     return Path(base, "maxtext", "plan")
 
 
-def compiled(cfg: Config, target: Target, folder: Path | None) -> tuple[Program, bool]:
-    """The compiled step's numbers, and whether they came from the cache."""
+def compiled(cfg: Config, target: Target, folder: Path | None) -> tuple[Program | Refusal, bool]:
+    """The compiled step's numbers, or that it was refused; and whether that came from the cache."""
     path = None if folder is None else folder / f"{cache_key(cfg, target)}.json"
     if path is not None and path.exists():
-        from maxtext.plan.program import Program
+        from maxtext.plan.program import Program, Refusal
 
         try:
-            return Program.from_json(json.loads(path.read_text())), True
+            tree = json.loads(path.read_text())
+            return (Refusal(**tree["refusal"]) if "refusal" in tree else Program.from_json(tree)), True
         except (ValueError, KeyError, TypeError):
             pass  # cut off or of another version: it is written anew
     prepare_process(target)

@@ -181,11 +181,11 @@ def counted_trips(module: Module, loop: Instruction, computation: Computation) -
     sides = [scope.get(name) for name in compare.operands]
     ends = [_constant(side) for side in sides]
     direction = re.search(r"direction=(\w+)", compare.attributes)
-    if direction is None or direction[1] not in ("LT", "GT") or sum(end is not None for end in ends) != 1:
+    if direction is None or sum(end is not None for end in ends) != 1:
         return None
     at = 0 if ends[0] is None else 1
     counter, end = sides[at], ends[1 - at]
-    if counter is None or counter.opcode != "get-tuple-element" or (direction[1] == "LT") != (at == 0):
+    if counter is None or counter.opcode != "get-tuple-element" or (direction[1], at) not in (("LT", 0), ("GT", 1)):
         return None
     index = int(re.search(r"index=(\d+)", counter.attributes)[1])  # type: ignore[index]
     start = _element(computation, loop.operands[0], index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import math
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +20,12 @@ from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.plan.collectives import UNKNOWN, Traffic, traffic
 from maxtext.plan.hlo import Walk, estimated_cycles, kernel_flops, matmul_flops, parse
+from maxtext.plan.topology import PlanError
 from maxtext.train.state import abstract_state
 from maxtext.train.step import compile_train_step
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,17 @@ class Program:
         return cls(**tree | parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """The compiler gave up because the step does not fit into a device's memory; bytes by its own count."""
+
+    needed: int
+    available: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"refusal": dataclasses.asdict(self)}
+
+
 def versions() -> dict[str, str]:
     """Installed versions of what decides how a program is compiled."""
     found = {}
@@ -81,21 +95,40 @@ def versions() -> dict[str, str]:
     return found
 
 
-def compile_program(cfg: Config, devices: Sequence[jax.Device]) -> Program:
+def compile_program(cfg: Config, devices: Sequence[jax.Device]) -> Program | Refusal:
     """Lays the config's mesh over the devices and compiles the step that training runs; reads no data.
 
     Raises:
       MeshError: when the mesh does not fit devices, model or batch.
+      PlanError: when the mesh cannot be laid over the links, or the compiler fails for another reason than memory.
     """
-    mesh = make_mesh(cfg, devices)
+    try:
+        mesh = make_mesh(cfg, devices)
+    except NotImplementedError as error:
+        raise PlanError(f"mesh: {error}; make each size of the mesh a product of sizes of the topology") from error
     began = time.perf_counter()
     with jax.set_mesh(mesh):
         state, batch = abstract_state(cfg, mesh), abstract_batch(cfg, sharding(mesh, "batch", None))
         lowered = compile_train_step(cfg).lower(state, batch)
         traced = time.perf_counter()
-        compiled = lowered.compile()
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            refusal = read_refusal(str(error))
+            if refusal is None:
+                raise PlanError(f"the compiler failed: {str(error)[:2000]}") from error
+            return refusal
     compiled_at = time.perf_counter()
     return read_program(compiled, mesh, traced - began, compiled_at - traced)
+
+
+def read_refusal(message: str) -> Refusal | None:
+    """What XLA for TPU says when the memory does not suffice; None of another failure."""
+    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
+    if "RESOURCE_EXHAUSTED" not in message or found is None:
+        return None
+    needed, needed_unit, available, available_unit = found.groups()
+    return Refusal(round(float(needed) * _UNITS[needed_unit]), round(float(available) * _UNITS[available_unit]))
 
 
 def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_seconds: float) -> Program:

@@ -9,7 +9,7 @@ from typing import Any
 from maxtext.config.schema import Config
 from maxtext.model.cost import count_params
 from maxtext.plan.estimate import DAY, Estimate, estimate
-from maxtext.plan.program import Program
+from maxtext.plan.program import Program, Refusal
 from maxtext.plan.topology import GIB, Target
 from maxtext.plan.verdict import Verdict, judge
 from maxtext.train.summary import Rows
@@ -35,20 +35,35 @@ def make_plan(cfg: Config, target: Target, program: Program) -> Plan:
     return Plan(cfg, target, program, estimate(cfg, target, program), judge(cfg, target, program))
 
 
+def refusal_json(cfg: Config, target: Target, refusal: Refusal) -> dict[str, Any]:
+    """What is known of a step that the compiler refused, under the names of `to_json`."""
+    verdict = judge(cfg, target, refusal)
+    return _head_json(cfg, target) | {"program": None} | _verdict_json(target, verdict)
+
+
+def refusal_rows(cfg: Config, target: Target, refusal: Refusal) -> Rows:
+    """What is known of a step that the compiler refused."""
+    gave_up = (f"the compiler needs {_size(refusal.needed)} a device and may use {_size(refusal.available)} of "
+               f"{_size(target.memory_bytes)} ({target.memory_source}), and gave up")
+    return [("target", f"{target.name}: {target.n_devices} devices"), *_size_rows(cfg), ("memory", gave_up),
+            *_verdict_rows(judge(cfg, target, refusal))]
+
+
+def _head_json(cfg: Config, target: Target) -> dict[str, Any]:
+    return {"run_name": cfg.run_name, "topology": target.name, "devices": target.n_devices,
+            "parameters": count_params(cfg.model), "tokens_per_step": cfg.batch_tokens, "steps": cfg.train.steps}
+
+
+def _verdict_json(target: Target, verdict: Verdict) -> dict[str, Any]:
+    return {"memory": {"needed": verdict.needed, "capacity": verdict.capacity, "source": target.memory_source},
+            "fits": verdict.fits, "suggestions": [dataclasses.asdict(one) for one in verdict.suggestions]}
+
+
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as a tree of numbers; memory in bytes, FLOPs of one device and step, times in seconds."""
-    program, guess, verdict, cfg = plan.program, plan.estimate, plan.verdict, plan.cfg
-    return {
-        "run_name": cfg.run_name,
-        "topology": plan.target.name,
-        "devices": plan.target.n_devices,
-        "parameters": count_params(cfg.model),
-        "tokens_per_step": cfg.batch_tokens,
-        "steps": cfg.train.steps,
-        "program": program.to_json(),
-        "memory": {"needed": verdict.needed, "capacity": verdict.capacity, "source": plan.target.memory_source},
-        "fits": verdict.fits,
-        "suggestions": [dataclasses.asdict(one) for one in verdict.suggestions],
+    program, guess = plan.program, plan.estimate
+    return _head_json(plan.cfg, plan.target) | {"program": program.to_json()} | _verdict_json(
+        plan.target, plan.verdict) | {
         "flops": {"model": guess.model_flops, "compiled": program.matmul_flops + program.kernel_flops,
                   "ratio": plan.flops_ratio},
         "estimate": dataclasses.asdict(guess) | {
@@ -58,23 +73,31 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 def to_rows(plan: Plan, from_cache: bool) -> Rows:
     """The plan as labelled lines."""
-    cfg, program = plan.cfg, plan.program
+    program = plan.program
     axes = ", ".join(f"{axis} {size}" for axis, size in program.mesh.items() if axis != "expert" or size > 1)
     seconds = f"{program.trace_seconds:.1f} s to trace, {program.compile_seconds:.1f} s to compile"
     made = ", ".join(f"{name} {version}" for name, version in program.versions.items())
     return [
         ("target", f"{plan.target.name}: {plan.target.n_devices} devices; mesh {axes}"),
-        ("parameters", f"{count_params(cfg.model):,}"),
-        ("batch", f"{cfg.batch_tokens:,} tokens a step, {cfg.train.steps:,} steps"),
+        *_size_rows(plan.cfg),
         ("memory", _memory(plan)),
-        ("verdict", _verdict(plan.verdict)),
-        *[("  try", _suggestion(one.overrides, one.saves)) for one in plan.verdict.suggestions],
+        *_verdict_rows(plan.verdict),
         ("FLOPs", _flops(plan)),
         *_traffic_rows(program),
         *_time_rows(plan),
         ("compiled", f"{seconds}{', earlier (cached)' if from_cache else ''}; {made}"),
         *[("assumed" if number == 0 else "", line) for number, line in enumerate(plan.estimate.assumptions)],
     ]
+
+
+def _size_rows(cfg: Config) -> Rows:
+    return [("parameters", f"{count_params(cfg.model):,}"),
+            ("batch", f"{cfg.batch_tokens:,} tokens a step, {cfg.train.steps:,} steps")]
+
+
+def _verdict_rows(verdict: Verdict) -> Rows:
+    tries = [("  try", _suggestion(one.overrides, one.saves)) for one in verdict.suggestions]
+    return [("verdict", _verdict(verdict)), *tries]
 
 
 def _memory(plan: Plan) -> str:

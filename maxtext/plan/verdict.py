@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from maxtext.config.schema import Config, RematConfig
 from maxtext.config.validate import mesh_problems, problems, resolve_mesh
 from maxtext.model.cost import memory_per_device
-from maxtext.plan.program import Program
+from maxtext.plan.program import Program, Refusal
 from maxtext.plan.topology import Target
 
 SUGGESTIONS = 3
@@ -30,10 +30,11 @@ class Verdict:
     suggestions: tuple[Suggestion, ...]  # the largest saving first; none when it fits
 
 
-def judge(cfg: Config, target: Target, program: Program) -> Verdict:
-    """Compares what the compiler laid out with the memory of a device."""
-    needed, capacity = program.memory.total, target.memory_bytes
-    fits = needed <= capacity
+def judge(cfg: Config, target: Target, program: Program | Refusal) -> Verdict:
+    """Compares what the compiler laid out, or would have had to, with the memory of a device."""
+    refused = isinstance(program, Refusal)
+    needed, capacity = program.needed if refused else program.memory.total, target.memory_bytes
+    fits = not refused and needed <= capacity
     return Verdict(fits, needed, capacity, () if fits else suggestions(cfg, target.n_devices))
 
 

@@ -108,6 +108,9 @@ def test_flops_of_matmuls_that_xla_for_tpu_writes_as_convolutions():
     scores = one("%c = f32[8,4,64,127] convolution(%p0, %p1), window={size=8x4 stride=7x3 lhs_dilate=8x4}, "
                  "dim_labels=01bf_01oi->01bf", "f32[8,4,64,32]", "f32[8,4,127,32]")
     assert flops(scores) == 2 * (8 * 4) * 64 * 127 * 32
+    outside = one("%c = f32[1,1,4] convolution(%p0, %p1), window={size=3 pad=5_1}, dim_labels=bf0_io0->bf0",
+                  "f32[1,1,1]", "f32[1,1,3]")
+    assert flops(outside) == 2  # the one input lies at the last position of the output, under the last of the kernel
     plain = one("%c = f32[4,16] convolution(%p0, %p1), dim_labels=bf_io->bf", "f32[4,8]", "f32[8,16]")
     assert flops(plain) == 2 * 4 * 8 * 16
 

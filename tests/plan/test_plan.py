@@ -22,7 +22,7 @@ from maxtext.parallel.sharding import is_param
 from maxtext.plan.collectives import Traffic
 from maxtext.plan.command import cache_folder, cache_key, compiled, run
 from maxtext.plan.estimate import estimate
-from maxtext.plan.program import Memory, Program, compile_program
+from maxtext.plan.program import Memory, Program, Refusal, compile_program, read_refusal
 from maxtext.plan.report import make_plan, to_json, to_rows
 from maxtext.plan.topology import CHIPS, GIB, PlanError, Target, make_devices, read_target
 from maxtext.plan.verdict import judge, suggestions
@@ -229,6 +229,27 @@ def test_what_does_not_fit_exits_with_1(config_file: str, saved: Path, monkeypat
     monkeypatch.setattr(Target, "memory_bytes", 1000)
     assert run([config_file, "--topology", "cpu:8", "--cache", str(saved)]) == 1
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_step_that_the_compiler_refuses_is_a_verdict_and_not_a_failure(
+        config_file: str, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    text = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 18.50G " \
+           "of 15.75G hbm. Exceeded hbm capacity by 2.75G."
+    refusal = read_refusal(text)
+    assert refusal == Refusal(int(18.5 * GIB), int(15.75 * GIB))
+    assert read_refusal("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 18M of 16M vmem") is None
+    assert read_refusal("INTERNAL: Used 18.50G of 15.75G hbm") is None
+    monkeypatch.setattr("maxtext.plan.program.compile_program", lambda cfg, devices: refusal)
+    monkeypatch.setattr("maxtext.plan.command.make_devices", lambda target: ())
+    monkeypatch.setattr("maxtext.plan.command.prepare_process", lambda target: None)
+    for _ in range(2):  # compiled, then from the cache
+        arguments = [config_file, "--topology", "v5e:4x2", "train.global_batch=16", "--cache", str(saved)]
+        assert run([*arguments, "--json", str(saved / "out")]) == 1
+        shown, tree = capsys.readouterr().out, json.loads((saved / "out").read_text())
+        assert "needs 18.50 GiB a device and may use 15.75 GiB of 16.00 GiB" in shown
+        assert "train.gradient_accumulation_steps=2" in shown
+        assert (tree["fits"], tree["program"], tree["memory"]["needed"]) == (False, None, refusal.needed)
+        monkeypatch.delattr("maxtext.plan.program.compile_program", raising=False)
 
 
 def test_a_cached_result_that_is_cut_off_is_compiled_anew(config_file: str, saved: Path, program: Program,
