@@ -1,5 +1,6 @@
 """config.json in and out: both spellings of rotary settings, and refusal of whatever would change the arithmetic."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -263,6 +264,19 @@ def test_what_only_trains_is_no_reason():
     model = model_of("mixtral", num_local_experts=4)
     moe = MoeConfig(**{**vars(model.moe), "load_balance_loss": 0.01, "z_loss": 0.001, "capacity_factor": 1.25})
     assert family_for(type(model)(**{**vars(model), "moe": moe})).name == "mixtral"
+
+
+@pytest.mark.parametrize(("kind", "change"), [
+    ("llama", {"rope_scaling": dataclasses.replace(OURS, window_layers=True)}),
+    ("llama", {"rope_scaling": RopeScalingConfig(factor=3.0)}),
+    ("llama", {"attention_scale": 8**-0.5}),
+    ("mixtral", {"moe": MoeConfig(experts=4, d_expert=48, renormalise=True, group_score="max")}),
+    ("llama", {"moe": MoeConfig(scale=2.0)}),
+    ("llama", {"latent": LatentConfig(rope_dim=2)}),
+])
+def test_what_is_not_used_is_no_reason(kind, change):
+    model = model_of(kind, **({"num_local_experts": 4} if kind == "mixtral" else {}))
+    assert FAMILIES[kind].cannot_hold(dataclasses.replace(model, **change)) == []
 
 
 def test_a_model_that_no_family_has():
