@@ -23,6 +23,8 @@ PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5p": 459e12,
     "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,  # how libtpu names v5p; after the names that begin with it
     "TPU v6 lite": 918e12,
     "TPU7x": 1153.5e12,
     "A100": 312e12,

@@ -37,9 +37,9 @@ def traffic(runs: Iterable[Run], mesh: Mapping[str, int]) -> tuple[Traffic, ...]
     """Sums the collectives of a walk; those inside groups of one device move nothing and are left out."""
     found: dict[tuple[str, str, int, bool], list[int]] = {}
     for run in runs:
-        kind = run.instruction.opcode.removesuffix("-start")
-        if kind not in KINDS:
+        if not is_collective(run):
             continue
+        kind = run.instruction.opcode.removesuffix("-start")
         groups = replica_groups(run.instruction.attributes, math.prod(mesh.values()))
         axes, devices = (UNKNOWN, math.prod(mesh.values())) if groups is None else axes_of(groups, mesh)
         if devices == 1:
@@ -53,6 +53,10 @@ def traffic(runs: Iterable[Run], mesh: Mapping[str, int]) -> tuple[Traffic, ...]
         total[1] += run.times * bytes_sent(kind, operand, devices)
     rows = [Traffic(*key, count, sent) for key, (count, sent) in found.items()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes_sent, row.kind, row.axes)))
+
+
+def is_collective(run: Run) -> bool:
+    return run.instruction.opcode.removesuffix("-start") in KINDS
 
 
 def bytes_sent(kind: str, operand: int, devices: int) -> int:

@@ -310,6 +310,14 @@ def _valid_positions(inputs: int, kernel: int, outputs: int, low: int, stride: i
     return int(real.sum())
 
 
+def holds_matmul(module: Module, one: Instruction) -> bool:
+    """Whether an instruction is a matmul, or a fusion with one inside."""
+    if one.opcode != "fusion":
+        return one.opcode in ("dot", "convolution")
+    inner = module.computations[one.called("calls") or ""]
+    return any(holds_matmul(module, part) for part in inner.instructions.values())
+
+
 def estimated_cycles(run: Run) -> int:
     """XLA's own estimate for one execution, of TPU programs; 0 where there is none."""
     found = re.search(r'"estimated_cycles":"(\d+)"', run.instruction.attributes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.metadata
 import math
 import re
@@ -18,8 +19,8 @@ from maxtext.config.schema import Config
 from maxtext.data.pipeline import abstract_batch
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
-from maxtext.plan.collectives import UNKNOWN, Traffic, traffic
-from maxtext.plan.hlo import Walk, estimated_cycles, kernel_flops, matmul_flops, parse
+from maxtext.plan.collectives import UNKNOWN, Traffic, is_collective, traffic
+from maxtext.plan.hlo import Walk, estimated_cycles, holds_matmul, kernel_flops, matmul_flops, parse
 from maxtext.plan.topology import PlanError
 from maxtext.train.state import abstract_state
 from maxtext.train.step import compile_train_step
@@ -53,7 +54,8 @@ class Program:
     kernel_flops: int  # that custom kernels declare
     kernels: int  # executions of custom kernels a step
     silent_kernels: int  # of these, executions that declare no FLOPs
-    cycles: int  # XLA's estimate for what runs on the matrix and vector units, collectives left out; 0: it makes none
+    cycles: int  # XLA's estimate for the matrix and vector units, without kernels and collectives; 0: it makes none
+    matmul_cycles: int  # of these, in fusions around a matmul
     traffic: tuple[Traffic, ...]
     torus_dims: dict[str, int]  # how many dims of the torus each of traffic's axes spans
     unknown_loops: tuple[str, ...]  # counted once
@@ -61,6 +63,7 @@ class Program:
     trace_seconds: float
     compile_seconds: float
     versions: dict[str, str]
+    date: str  # of the compilation, year-month-day
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -137,6 +140,8 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
     rows = traffic(walk.runs, shape)
     flops = sum(run.times * matmul_flops(run) for run in walk.runs)
     kernels = [(run.times, declared) for run in walk.runs if (declared := kernel_flops(run)) != 0]
+    # A fusion's line speaks for all inside it; what starts and finishes apart runs on other units.
+    timed = [run for run in walk.runs if not run.fused and not run.asynchronous and not is_collective(run)]
     stats = compiled.memory_analysis()
     memory = Memory(stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes,
                     stats.temp_size_in_bytes, stats.generated_code_size_in_bytes)
@@ -145,10 +150,12 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
         kernel_flops=sum(times * (declared or 0) for times, declared in kernels),
         kernels=sum(times for times, _ in kernels),
         silent_kernels=sum(times for times, declared in kernels if declared is None),
-        cycles=sum(run.times * estimated_cycles(run) for run in walk.runs if not run.fused and not run.asynchronous),
+        cycles=sum(run.times * estimated_cycles(run) for run in timed),
+        matmul_cycles=sum(run.times * estimated_cycles(run) for run in timed
+                          if holds_matmul(walk.module, run.instruction)),
         traffic=rows, torus_dims={row.axes: torus_dims(mesh, row.axes) for row in rows},
         unknown_loops=tuple(walk.unknown_loops), branches=walk.branches, trace_seconds=trace_seconds,
-        compile_seconds=compile_seconds, versions=versions())
+        compile_seconds=compile_seconds, versions=versions(), date=datetime.date.today().isoformat())
 
 
 def torus_dims(mesh: Mesh, axes: str) -> int:

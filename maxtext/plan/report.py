@@ -51,7 +51,10 @@ def refusal_rows(cfg: Config, target: Target, refusal: Refusal) -> Rows:
 
 def _head_json(cfg: Config, target: Target) -> dict[str, Any]:
     return {"run_name": cfg.run_name, "topology": target.name, "devices": target.n_devices,
-            "parameters": count_params(cfg.model), "tokens_per_step": cfg.batch_tokens, "steps": cfg.train.steps}
+            "parameters": count_params(cfg.model), "tokens_per_step": cfg.batch_tokens, "steps": cfg.train.steps,
+            "sequence_length": cfg.data.sequence_length, "remat": dataclasses.asdict(cfg.train.remat),
+            "gradient_accumulation_steps": cfg.train.gradient_accumulation_steps,
+            "compute_dtype": cfg.train.compute_dtype}
 
 
 def _verdict_json(target: Target, verdict: Verdict) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def to_rows(plan: Plan, from_cache: bool) -> Rows:
         ("FLOPs", _flops(plan)),
         *_traffic_rows(program),
         *_time_rows(plan),
-        ("compiled", f"{seconds}{', earlier (cached)' if from_cache else ''}; {made}"),
+        ("compiled", f"{seconds}{f', on {program.date} (cached)' if from_cache else ''}; {made}"),
         *[("assumed" if number == 0 else "", line) for number, line in enumerate(plan.estimate.assumptions)],
     ]
 
@@ -128,7 +131,10 @@ def _flops(plan: Plan) -> str:
             f"{(program.matmul_flops + program.kernel_flops) / 1e12:,.3f}, {plan.flops_ratio:.2f} times as much")
     if program.kernels:
         text += f"; {program.kernels:,} kernel calls, {program.silent_kernels:,} of which declare none"
-    return text + (f"; {program.cycles / 1e6:,.1f} M cycles by XLA's estimate" if program.cycles else "")
+    if program.cycles:
+        text += (f"; {program.cycles / 1e6:,.1f} M cycles by XLA's estimate, "
+                 f"{program.matmul_cycles / program.cycles:.0%} of them in matmuls")
+    return text
 
 
 def _traffic_rows(program: Program) -> Rows:

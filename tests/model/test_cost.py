@@ -97,4 +97,5 @@ def test_experts_of_a_token_take_memory_and_the_others_none_but_weights():
 
 def test_an_unknown_device_has_no_peak():
     assert peak_flops("cpu") is None
-    assert peak_flops("TPU v5p") == 459e12
+    assert peak_flops("TPU v5p") == peak_flops("TPU v5") == 459e12
+    assert peak_flops("TPU v5 lite") == 197e12

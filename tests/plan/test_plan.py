@@ -9,6 +9,7 @@ import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from maxtext.parallel.sharding import is_param
 from maxtext.plan.collectives import Traffic
 from maxtext.plan.command import cache_folder, cache_key, compiled, run
 from maxtext.plan.estimate import estimate
-from maxtext.plan.program import Memory, Program, Refusal, compile_program, read_refusal
+from maxtext.plan.program import Memory, Program, Refusal, compile_program, read_program, read_refusal
 from maxtext.plan.report import make_plan, to_json, to_rows
 from maxtext.plan.topology import CHIPS, GIB, PlanError, Target, make_devices, read_target
 from maxtext.plan.verdict import judge, suggestions
@@ -92,6 +93,38 @@ def test_compiled_flops_equal_a_hand_count(program: Program):
     assert program.matmul_flops / model == pytest.approx(1.40, abs=0.01)
 
 
+TEXT = """HloModule m
+
+%inside (p: f32[4,8]) -> f32[4,16] {
+  %p = f32[4,8] parameter(0)
+  %w = f32[8,16] constant({...})
+  ROOT %c = f32[4,16] convolution(%p, %w), dim_labels=bf_io->bf, CYCLES(50)
+}
+
+ENTRY %main (x: f32[4,8]) -> f32[4,16] {
+  %x = f32[4,8] parameter(0)
+  %f = f32[4,16] fusion(%x), kind=kOutput, calls=%inside, CYCLES(100)
+  %k = f32[4,16] custom-call(%f), custom_call_target="tpu_custom_call"
+  %s = f32[4,16] copy-start(%f), CYCLES(300)
+  %r = f32[4,16] all-reduce(%k), replica_groups={}, to_apply=%sum, CYCLES(1000)
+  ROOT %a = f32[4,16] add(%r, %k), CYCLES(7)
+}
+"""
+
+
+def test_cycles_are_those_of_the_matrix_and_vector_units():
+    """A fusion counts once, not again for what is inside it; collectives and what runs beside them do not."""
+    text = re.sub(r"CYCLES\((\d+)\)", r'backend_config={"estimated_cycles":"\1"}', TEXT)
+    stats = SimpleNamespace(**{f"{name}_size_in_bytes": size for size, name in enumerate(
+        ("argument", "output", "alias", "temp", "generated_code"))})
+    step = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: stats)
+    read = read_program(step, make_mesh(config(), jax.devices()), 1.0, 2.0)
+    assert (read.cycles, read.matmul_cycles, read.matmul_flops) == (107, 100, 2 * 4 * 8 * 16)
+    assert (read.kernels, read.silent_kernels, read.kernel_flops) == (1, 1, 0)
+    assert read.memory == Memory(arguments=0, outputs=1, aliased=2, temporaries=3, code=4)
+    assert read.torus_dims == {"fsdp": 0}
+
+
 def test_a_program_survives_json(program: Program):
     assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
 
@@ -102,8 +135,9 @@ V5P = read_target("v5p:2x2x2")
 
 def made_program(**changes: Any) -> Program:
     made = Program(mesh={"data": 1, "fsdp": 8, "expert": 1, "tensor": 1}, memory=MEMORY, matmul_flops=10**12,
-                   kernel_flops=0, kernels=0, silent_kernels=0, cycles=0, traffic=(), torus_dims={}, unknown_loops=(),
-                   branches=0, trace_seconds=1.0, compile_seconds=2.0, versions={"jax": "1"})
+                   kernel_flops=0, kernels=0, silent_kernels=0, cycles=0, matmul_cycles=0, traffic=(), torus_dims={},
+                   unknown_loops=(), branches=0, trace_seconds=1.0, compile_seconds=2.0,
+                   versions={"jax": "1"}, date="2026-01-31")
     return dataclasses.replace(made, **changes)
 
 
@@ -219,7 +253,7 @@ def test_the_command_prints_a_table_and_writes_the_same_numbers(
     assert f"{tree['parameters']:,}" in shown
     assert f"{tree['flops']['ratio']:.2f} times as much" in shown
     assert "all-gather over fsdp (8)" in shown
-    assert "cached" in shown
+    assert f"on {program.date} (cached)" in shown
     assert run([config_file, "--cache", str(saved), "--json", "-"]) == 0  # the config's own mesh is cpu:8 too
     assert json.loads(capsys.readouterr().out) == tree
 
