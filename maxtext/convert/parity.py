@@ -263,7 +263,10 @@ def markdown(report: dict[str, Any]) -> str:
     if report["blocks"]:
         lines += ["", f"First part that differs when fed with the reference's input: "
                   f"{report['first_wrong_block'] or 'none'}"]
-        lines += [f"Likely cause: {report['likely_cause']}"] if report["first_wrong_block"] else []
+        if report["first_wrong_block"]:
+            lines.append(f"Likely cause: {report['likely_cause']}")
+        elif report["failures"] and not report["different_weights"]:
+            lines.append("Each part computes the same, so that what differs over the whole is rounding that adds up.")
         lines += ["", "| part | relative |", "|---|---|"]
         lines += [f"| {row['name']} | {row['relative']:.3g} |" for row in report["blocks"]]
     if report["layers"]:

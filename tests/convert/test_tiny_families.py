@@ -263,6 +263,16 @@ def test_the_report_names_the_part_and_the_cause(tmp_path, capsys):
     assert page in capsys.readouterr().out
 
 
+def test_parts_that_all_agree_leave_only_rounding(imported, tmp_path):
+    recorded = trace.load(str(trace_of("qwen3")))
+    logits_BTV = recorded.logits_BTV + np.float32(2e-4)
+    trace.save(str(tmp_path / "t.npz"), dataclasses.replace(recorded, logits_BTV=logits_BTV))
+    assert run(["verify", str(imported("qwen3") / "out"), "--trace", str(tmp_path / "t.npz"), "--report",
+                str(tmp_path)]) == 1
+    page = (tmp_path / "parity.md").read_text()
+    assert "input: none\nEach part computes the same, so that what differs over the whole is" in page
+
+
 def test_traces_that_do_not_fit_are_refused(imported, tmp_path, capsys):
     np.savez(tmp_path / "golden.npz", input_ids=np.zeros((1, 4), np.int32), logits=np.zeros((1, 4, 64), np.float32))
     for options, message in (
