@@ -106,8 +106,8 @@ def mesh_problems(cfg: Config, n_devices: int) -> list[Problem]:
         rank = getattr(model.latent, name)
         if model.latent.kv_rank is not None and rank is not None and rank % width:
             found.append(("mesh.fsdp", (f"model.latent.{name} {rank} is not divisible by mesh.fsdp {shape['fsdp']} x "
-                                        f"mesh.expert {shape['expert']} = {width} {division(rank, width)}; change those "
-                                        "sizes")))
+                                        f"mesh.expert {shape['expert']} = {width} {division(rank, width)}; change "
+                                        "those sizes")))
     train, ways = cfg.train, math.prod(shape[axis] for axis in BATCH_AXES)
     micro, rest = divmod(train.global_batch, train.gradient_accumulation_steps)
     if not rest and micro % ways:  # an accumulation that does not divide the batch is a rule of `problems`

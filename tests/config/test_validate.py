@@ -351,8 +351,8 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_arithmetic(mes
     ({**MOE, "train__global_batch": 6, "mesh__expert": 2, "mesh__fsdp": 2}, 4, "train.global_batch",
      "which mesh.data 1 x mesh.fsdp 2 x mesh.expert 2 = 4 does not divide (6 = 4 x 1 + 2); set train.global_batch to 4 "
      "or 8, or other mesh sizes"),
-    ({"model__latent__kv_rank": 16, "model__latent__q_rank": 14, "model__qk_norm": "none", "mesh__fsdp": 4}, 4,
-     "mesh.fsdp", "model.latent.q_rank 14 is not divisible by mesh.fsdp 4 x mesh.expert 1 = 4 (14 = 4 x 3 + 2); change"),
+    ({**LATENT, "model__latent__q_rank": 14, "mesh__fsdp": 4}, 4, "mesh.fsdp",
+     "model.latent.q_rank 14 is not divisible by mesh.fsdp 4 x mesh.expert 1 = 4 (14 = 4 x 3 + 2); change those sizes"),
     ({"train__global_batch": 6, "mesh__data": 2, "mesh__fsdp": 2}, 4, "train.global_batch",
      "which mesh.data 2 x mesh.fsdp 2 = 4 does not divide"),
 ])
