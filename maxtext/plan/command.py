@@ -17,12 +17,11 @@ from maxtext.config.load import ConfigError, find_config, load
 from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
 from maxtext.config.validate import AXES, mesh_problems
-from maxtext.plan.topology import DEVICE_COUNT, PlanError, Target, make_devices, prepare_process, read_target
+from maxtext.plan.topology import PlanError, Target, compiler_flags, make_devices, prepare_process, read_target
 
 if TYPE_CHECKING:
     from maxtext.plan.program import Program, Refusal
 
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # What decides the compiled step: these parts of a config, and the code below these folders.
 SECTIONS = ("seed", "model", "data", "optim", "schedule", "train", "mesh")
 CODE = ("data", "kernels", "model", "parallel", "plan", "train")
@@ -121,7 +120,7 @@ def cache_key(cfg: Config, target: Target) -> str:
     """A name that changes with everything that decides the compiled step: config, target, code, versions and flags."""
     tree = dataclasses.asdict(cfg)
     parts: dict[str, Any] = {name: tree[name] for name in SECTIONS}
-    parts |= {"topology": target.name, "flags": {name: _flags(name) for name in FLAGS}}
+    parts |= {"topology": target.name, "flags": compiler_flags()}
     parts["versions"] = [_version(package) for package in ("jax", "jaxlib", "libtpu", "flax", "optax")]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     package = Path(__file__).resolve().parents[1]
@@ -129,11 +128,6 @@ def cache_key(cfg: Config, target: Target) -> str:
         for path in sorted((package / part).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
-
-
-def _flags(name: str) -> list[str]:
-    """Flags of the compiler, without the number of virtual devices, which the target gives."""
-    return [flag for flag in os.environ.get(name, "").split() if not flag.startswith(DEVICE_COUNT)]
 
 
 def _version(package: str) -> str | None:

@@ -21,7 +21,7 @@ from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.plan.collectives import UNKNOWN, Traffic, is_collective, traffic
 from maxtext.plan.hlo import Walk, estimated_cycles, holds_matmul, kernel_flops, matmul_flops, parse
-from maxtext.plan.topology import PlanError
+from maxtext.plan.topology import PlanError, compiler_flags
 from maxtext.train.state import abstract_state
 from maxtext.train.step import compile_train_step
 
@@ -63,6 +63,7 @@ class Program:
     trace_seconds: float
     compile_seconds: float
     versions: dict[str, str]
+    flags: tuple[str, ...]  # given to the compiler through XLA_FLAGS and LIBTPU_INIT_ARGS
     date: str  # of the compilation, year-month-day
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class Program:
     def from_json(cls, tree: dict[str, Any]) -> Program:
         """The inverse of `to_json`; KeyError or TypeError when the tree is of another version."""
         parts = {"memory": Memory(**tree["memory"]), "unknown_loops": tuple(tree["unknown_loops"]),
-                 "traffic": tuple(Traffic(**row) for row in tree["traffic"])}
+                 "flags": tuple(tree["flags"]), "traffic": tuple(Traffic(**row) for row in tree["traffic"])}
         return cls(**tree | parts)
 
 
@@ -155,7 +156,8 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
                           if holds_matmul(walk.module, run.instruction)),
         traffic=rows, torus_dims={row.axes: torus_dims(mesh, row.axes) for row in rows},
         unknown_loops=tuple(walk.unknown_loops), branches=walk.branches, trace_seconds=trace_seconds,
-        compile_seconds=compile_seconds, versions=versions(), date=datetime.date.today().isoformat())
+        compile_seconds=compile_seconds, versions=versions(), flags=tuple(compiler_flags()),
+        date=datetime.date.today().isoformat())
 
 
 def torus_dims(mesh: Mesh, axes: str) -> int:

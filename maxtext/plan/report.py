@@ -89,6 +89,7 @@ def to_rows(plan: Plan, from_cache: bool) -> Rows:
         *_traffic_rows(program),
         *_time_rows(plan),
         ("compiled", f"{seconds}{f', on {program.date} (cached)' if from_cache else ''}; {made}"),
+        *([("flags", " ".join(program.flags))] if program.flags else []),
         *[("assumed" if number == 0 else "", line) for number, line in enumerate(plan.estimate.assumptions)],
     ]
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import jax
 
 GIB = 1 << 30
+FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -48,6 +49,12 @@ CHIPS = {chip.name: chip for chip in (
     Chip("v5e", 2, 1, 16 * GIB, 197e12, 50e9, f"{_PAGE}/v5e: 16 GiB, 197 TFLOP/s, 400 GB/s a chip"),
     Chip("v4", 3, 1, 32 * GIB, 275e12, 50e9, f"{_PAGE}/v4: 32 GiB, 275 TFLOP/s, 2400 Gbit/s a chip each way"),
 )}
+
+
+def compiler_flags() -> list[str]:
+    """Flags given to the compiler through the environment, without the number of virtual devices."""
+    given = " ".join(os.environ.get(name, "") for name in FLAG_VARIABLES).split()
+    return [flag for flag in given if not flag.startswith(DEVICE_COUNT)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +130,7 @@ def _libtpu(target: Target) -> str:
         return given
     found = importlib.util.find_spec("libtpu")
     if found is None or not found.submodule_search_locations:
-        raise PlanError(f"--topology {target.name}: compiling for a TPU needs libtpu, no TPU; install it with "
+        raise PlanError(f"--topology {target.name}: compiling for a TPU needs libtpu (and no TPU); install it with "
                         "`pip install 'maxtext[tpu]'`, in a checkout `pip install -e '.[tpu]'`")
     return os.path.join(found.submodule_search_locations[0], "libtpu.so")
 

@@ -137,7 +137,7 @@ def made_program(**changes: Any) -> Program:
     made = Program(mesh={"data": 1, "fsdp": 8, "expert": 1, "tensor": 1}, memory=MEMORY, matmul_flops=10**12,
                    kernel_flops=0, kernels=0, silent_kernels=0, cycles=0, matmul_cycles=0, traffic=(), torus_dims={},
                    unknown_loops=(), branches=0, trace_seconds=1.0, compile_seconds=2.0,
-                   versions={"jax": "1"}, date="2026-01-31")
+                   versions={"jax": "1"}, flags=(), date="2026-01-31")
     return dataclasses.replace(made, **changes)
 
 
@@ -196,6 +196,8 @@ def test_settings_that_cannot_help_are_not_named():
     cfg = tiny_config(model, remat=RematConfig(mode="full"))
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(data=1, fsdp=8, tensor=1))
     assert suggestions(cfg, 8) == ()
+    # Four ways to share the sequences instead of eight leave each device twice the tokens: a tensor axis costs memory.
+    assert suggestions(config(), 8) == ()
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -253,6 +255,7 @@ def test_the_command_prints_a_table_and_writes_the_same_numbers(
     assert f"{tree['parameters']:,}" in shown
     assert f"{tree['flops']['ratio']:.2f} times as much" in shown
     assert "all-gather over fsdp (8)" in shown
+    assert re.search(r"flags +--xla_backend_optimization_level=0\n", shown)
     assert f"on {program.date} (cached)" in shown
     assert run([config_file, "--cache", str(saved), "--json", "-"]) == 0  # the config's own mesh is cpu:8 too
     assert json.loads(capsys.readouterr().out) == tree
@@ -312,6 +315,19 @@ def test_where_results_are_kept(tmp_path: Path):
     assert cache_folder("here") == Path("here")
     assert cache_folder("") is None
     assert cache_folder(None) == tmp_path / "cache/maxtext/plan"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="compiling for a TPU needs the tpu extra")
+def test_a_tpu_program_computes_what_the_cpu_program_does(config_file: str, program: Program, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]):
+    """Matmuls there are convolutions in fusions, and XLA estimates cycles."""
+    arguments = [config_file, "--topology", "v5e:4x2", "--cache", str(tmp_path), "--json", "-"]
+    assert run(arguments) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["program"]["matmul_flops"] == program.matmul_flops
+    assert made["program"]["cycles"] > made["program"]["matmul_cycles"] > 0
+    assert {row["axes"] for row in made["program"]["traffic"]} == {"fsdp"}
+    assert 0 < made["estimate"]["mfu"] < 100
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
