@@ -34,12 +34,27 @@ class Traffic:
 
 
 def traffic(runs: Iterable[Run], mesh: Mapping[str, int]) -> tuple[Traffic, ...]:
-    """Sums the collectives of a walk; those inside groups of one device move nothing and are left out."""
+    """Sums the collectives of a walk; those inside groups of one device move nothing and are left out.
+
+    XLA for TPU hides two kinds in fusions. A collective that matmuls overlap stands in several fusions, its start, its
+    end and those between, which share a chain; it counts once, as asynchronous. A reduce-scatter may be an all-reduce
+    in a fusion that is named all-reduce-scatter.
+    """
     found: dict[tuple[str, str, int, bool], list[int]] = {}
+    chains = set[tuple[str, ...]]()
     for run in runs:
         if not is_collective(run):
             continue
-        kind = run.instruction.opcode.removesuffix("-start")
+        kind, asynchronous = run.instruction.opcode.removesuffix("-start"), run.asynchronous
+        chain = re.search(r'chain_id="(\d+)"', run.instruction.attributes)
+        if run.outer is not None and chain:
+            one = (run.outer, kind, chain[1])
+            if one in chains:
+                continue
+            chains.add(one)
+            asynchronous = True
+        if run.outer is not None and run.computation.name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
         groups = replica_groups(run.instruction.attributes, math.prod(mesh.values()))
         axes, devices = (UNKNOWN, math.prod(mesh.values())) if groups is None else axes_of(groups, mesh)
         if devices == 1:
@@ -48,7 +63,7 @@ def traffic(runs: Iterable[Run], mesh: Mapping[str, int]) -> tuple[Traffic, ...]
             axes = axes.removesuffix(" in part")
         scope = run.computation.instructions
         operand = sum(byte_size(scope[name].type) for name in run.instruction.operands)
-        total = found.setdefault((kind, axes, devices, run.asynchronous), [0, 0])
+        total = found.setdefault((kind, axes, devices, asynchronous), [0, 0])
         total[0] += run.times
         total[1] += run.times * bytes_sent(kind, operand, devices)
     rows = [Traffic(*key, count, sent) for key, (count, sent) in found.items()]

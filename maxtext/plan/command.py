@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("config", help="a YAML, or its name in configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.remat.mode=full")
     parser.add_argument("--topology", metavar="CHIP:SHAPE",
-                        help="tpu7x:4x4x4, v5p:4x4x8, v6e:16x16, v5e:16x16, v4:4x4x4 (all need libtpu: "
+                        help="tpu7x:4x4x4, v5p:4x4x8, v6e:16x16, v5e:16x16 (all need libtpu: "
                              "pip install 'maxtext[tpu]') or cpu:8; by default the CPU with the config's mesh")
     parser.add_argument("--json", metavar="FILE", help="write the same numbers as JSON; - is standard output")
     parser.add_argument("--cache", metavar="DIR", help="where compiled results are kept; an empty name keeps none")

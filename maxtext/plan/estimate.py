@@ -12,7 +12,7 @@ from maxtext.plan.topology import Target
 # XLA's own cycle estimates put one large bfloat16 matmul at 82 to 87% of the peak on v5p, v6e and tpu7x.
 MATMUL_EFFICIENCY = 0.83
 # FLOPs that the matrix units of one device do in a cycle; with the peak this gives the clock. Not documented for all.
-FLOPS_PER_CYCLE = {"tpu7x": 524_288, "v6e": 524_288, "v5p": 262_144, "v5e": 131_072, "v4": 262_144}
+FLOPS_PER_CYCLE = {"tpu7x": 524_288, "v6e": 524_288, "v5p": 262_144, "v5e": 131_072}
 DAY = 86_400
 
 

@@ -62,7 +62,12 @@ class Run:
     computation: Computation
     times: int
     asynchronous: bool
-    fused: bool  # inside a fusion, whose own line carries what XLA estimates for all of it
+    outer: str | None  # of an instruction inside a fusion: the computation that the fusion stands in
+
+    @property
+    def fused(self) -> bool:
+        """Inside a fusion, whose own line carries what XLA estimates for all of it."""
+        return self.outer is not None
 
 
 @dataclasses.dataclass
@@ -136,25 +141,26 @@ class Walk:
 
     def __init__(self, module: Module):
         self.module, self.unknown_loops, self.branches = module, list[str](), 0
-        self.runs = list(self._walk(module.entry, 1, False, False))
+        self.runs = list(self._walk(module.entry, 1, False, None))
 
-    def _walk(self, name: str, times: int, asynchronous: bool, fused: bool) -> Iterator[Run]:
+    def _walk(self, name: str, times: int, asynchronous: bool, outer: str | None) -> Iterator[Run]:
         computation = self.module.computations[name]
         for one in computation.instructions.values():
             started = asynchronous or one.opcode.endswith("-start")
-            yield Run(one, computation, times, started, fused)
+            yield Run(one, computation, times, started, outer)
             if one.opcode == "while":
                 trips = self._trips(one, computation)
                 for attribute in ("condition", "body"):
-                    yield from self._walk(one.called(attribute) or "", times * trips, asynchronous, fused)
+                    yield from self._walk(one.called(attribute) or "", times * trips, asynchronous, outer)
             elif one.opcode == "conditional":
                 self.branches += 1
                 for branch in _branches(one):
-                    yield from self._walk(branch, times, asynchronous, fused)
+                    yield from self._walk(branch, times, asynchronous, outer)
             elif one.opcode == "fusion" or one.opcode in ("call", "call-start", "async-start"):
                 inner = one.called("calls") or one.called("to_apply")
                 if inner is not None:
-                    yield from self._walk(inner, times, started, fused or one.opcode == "fusion")
+                    inside = outer or (name if one.opcode == "fusion" else None)
+                    yield from self._walk(inner, times, started, inside)
 
     def _trips(self, loop: Instruction, computation: Computation) -> int:
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)

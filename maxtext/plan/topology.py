@@ -41,13 +41,13 @@ class Chip:
 
 
 _PAGE = "docs.cloud.google.com/tpu/docs"
+# Not v4: libtpu compiles for its two cores apart, which is not how JAX runs on it.
 # Links: the published bidirectional bandwidth of a chip, halved, over 2 links a torus dim.
 CHIPS = {chip.name: chip for chip in (
     Chip("tpu7x", 3, 2, 96 * GIB, 1153.5e12, 100e9, f"{_PAGE}/tpu7x: 192 GiB, 2307 TFLOP/s, 1200 GB/s a chip"),
     Chip("v6e", 2, 1, 32 * GIB, 918e12, 100e9, f"{_PAGE}/v6e: 32 GiB, 918 TFLOP/s, 800 GB/s a chip"),
     Chip("v5p", 3, 1, 95 * GIB, 459e12, 100e9, f"{_PAGE}/v5p: 95 GiB, 459 TFLOP/s, 1200 GB/s a chip"),
     Chip("v5e", 2, 1, 16 * GIB, 197e12, 50e9, f"{_PAGE}/v5e: 16 GiB, 197 TFLOP/s, 400 GB/s a chip"),
-    Chip("v4", 3, 1, 32 * GIB, 275e12, 50e9, f"{_PAGE}/v4: 32 GiB, 275 TFLOP/s, 2400 Gbit/s a chip each way"),
 )}
 
 
@@ -120,7 +120,8 @@ def prepare_process(target: Target) -> None:
         return
     os.environ["TPU_LIBRARY_PATH"] = _libtpu(target)
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no metadata server of a cloud machine
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # libtpu would look for both in the cloud, and complain
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{target.chip.name}-{target.n_devices}")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # plans may run side by side: no device is taken
 
 

@@ -194,6 +194,57 @@ def test_collectives_that_start_and_finish_apart_are_asynchronous():
         ("all-gather", "fsdp", True, 2, 2 * 7 * 64), ("all-reduce", "fsdp", False, 1, 2 * 7 * 64 // 8)]
 
 
+FUSED = """HloModule m
+
+%start (p.1: bf16[4,8]) -> bf16[32,8] {
+  %p.1 = bf16[4,8] parameter(0)
+  ROOT %g.1 = bf16[32,8] all-gather(%p.1), channel_id=7, GROUPS, frontend_attributes={chain_id="CHAIN"}
+}
+
+%async_collective_fusion.1 (p.2: bf16[4,8]) -> f32[4,4] {
+  %p.2 = bf16[4,8] parameter(0)
+  %g.2 = bf16[32,8] all-gather(%p.2), channel_id=7, GROUPS, frontend_attributes={chain_id="CHAIN"}
+  %w = bf16[8,4] constant({...})
+  ROOT %c = f32[4,4] dot(%p.2, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%done (p.3: bf16[4,8]) -> bf16[32,8] {
+  %p.3 = bf16[4,8] parameter(0)
+  ROOT %g.3 = bf16[32,8] all-gather(%p.3), channel_id=7, GROUPS, frontend_attributes={chain_id="CHAIN"}
+}
+
+%all-reduce-scatter.2 (p.4: f32[16,8]) -> f32[2,8] {
+  %p.4 = f32[16,8] parameter(0)
+  %r = f32[16,8] all-reduce(%p.4), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %i = s32[] constant(0)
+  ROOT %s = f32[2,8] dynamic-slice(%r, %i, %i), dynamic_slice_sizes={2,8}
+}
+
+ENTRY %main (x: bf16[4,8], y: f32[16,8]) -> f32[2,8] {
+  %x = bf16[4,8] parameter(0)
+  %y = f32[16,8] parameter(1)
+  %async-collective-start = bf16[32,8] fusion(%x), kind=kCustom, calls=%start
+  %between = f32[4,4] fusion(%x), kind=kCustom, calls=%async_collective_fusion.1
+  %async-collective-done = bf16[32,8] fusion(%x), kind=kCustom, calls=%done
+  ROOT %scattered = f32[2,8] fusion(%y), kind=kCustom, calls=%all-reduce-scatter.2
+}
+"""
+
+
+def test_collectives_that_tpu_programs_hide_in_fusions():
+    """The three fusions of one gather are one gather, and the matmul between counts; another chain is another one."""
+    def rows(text: str) -> list[tuple[str, bool, int, int]]:
+        walk = Walk(parse(text.replace("GROUPS", "replica_groups=mesh['data'=1,'fsdp'=8] {'fsdp'}")))
+        assert flops(walk) == 2 * 4 * 8 * 4
+        return [(row.kind, row.asynchronous, row.count, row.bytes_sent)
+                for row in traffic(walk.runs, {"data": 1, "fsdp": 8})]
+
+    scattered = ("reduce-scatter", False, 1, 16 * 8 * 4 * 7 // 8)
+    assert rows(FUSED.replace("CHAIN", "0")) == [("all-gather", True, 1, 64 * 7), scattered]
+    two = FUSED.replace("CHAIN", "0", 2).replace("CHAIN", "1")
+    assert rows(two) == [("all-gather", True, 2, 2 * 64 * 7), scattered]
+
+
 def test_a_compiled_loop_over_gathered_weights_costs_what_a_hand_counts():
     """Five turns, each an all-gather of (16, 32) float32 over 4 devices and a matmul of (8, 16) with it."""
     mesh = mesh_of((2, 4, 1))

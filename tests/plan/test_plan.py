@@ -17,6 +17,7 @@ import pytest
 
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import Config, MeshConfig, RematConfig
+from maxtext.model.cost import peak_flops
 from maxtext.model.decoder import decoder_params
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import is_param
@@ -201,7 +202,7 @@ def test_settings_that_cannot_help_are_not_named():
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("v5:4x4x4", "unknown chip 'v5'; did you mean 'v5[pe]'? Known are tpu7x, v6e, v5p, v5e, v4, cpu"),
+    ("v5:4x4x4", "unknown chip 'v5'; did you mean 'v5[pe]'? Known are tpu7x, v6e, v5p, v5e, cpu"),
     ("tpu7:4x4x4", "did you mean 'tpu7x'?"),
     ("v5p:4x4", "form a 3D torus, so the shape has 3 numbers, not 2; write for instance v5p:4x4x4"),
     ("v6e:16x16x2", "form a 2D torus, so the shape has 2 numbers, not 3"),
@@ -348,3 +349,10 @@ def test_without_libtpu_the_message_says_what_to_install(config_file: str, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run([config_file, "--topology", "v5p:2x2x2"]) == 2
     assert "pip install 'maxtext[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tpu7x", "TPU7x"), ("v6e", "TPU v6 lite"), ("v5p", "TPU v5"),
+                                            ("v5e", "TPU v5 lite")])
+def test_the_peaks_are_those_that_a_run_takes_for_its_mfu(name: str, kind: str):
+    """By the names that libtpu 0.0.52 gives its devices."""
+    assert CHIPS[name].peak_flops == peak_flops(kind)
