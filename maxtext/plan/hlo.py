@@ -156,8 +156,8 @@ class Walk:
                 self.branches += 1
                 for branch in _branches(one):
                     yield from self._walk(branch, times, asynchronous, outer)
-            elif one.opcode == "fusion" or one.opcode in ("call", "call-start", "async-start"):
-                inner = one.called("calls") or one.called("to_apply")
+            elif one.opcode in ("fusion", "call", "call-start", "async-start", "custom-call-start"):
+                inner = one.called("calls") or one.called("to_apply") or _offloaded(one)
                 if inner is not None:
                     inside = outer or (name if one.opcode == "fusion" else None)
                     yield from self._walk(inner, times, started, inside)
@@ -169,6 +169,12 @@ class Walk:
             self.unknown_loops.append(loop.name)
             return 1
         return trips
+
+
+def _offloaded(one: Instruction) -> str | None:
+    """What a custom call starts on another core, such as the SparseCore of a TPU."""
+    found = re.search(r"called_computations=\{%?([\w.\-]+)\}", one.attributes)
+    return found[1] if found else None
 
 
 def _branches(one: Instruction) -> list[str]:

@@ -12,6 +12,7 @@ from maxtext.plan.estimate import DAY, Estimate, estimate
 from maxtext.plan.program import Program, Refusal
 from maxtext.plan.topology import GIB, Target
 from maxtext.plan.verdict import Verdict, judge
+from maxtext.train.console import duration
 from maxtext.train.summary import Rows
 
 
@@ -153,7 +154,8 @@ def _time_rows(plan: Plan) -> Rows:
         ("step", f"about {guess.step_seconds:.4g} s: matmuls {guess.matmul_seconds:.4g} s{cycles}, overlapped "
                  f"collectives {guess.hidden_seconds:.4g} s, blocking ones {guess.exposed_seconds:.4g} s"),
         ("MFU", f"about {guess.mfu:.1f}%"),
-        ("run", f"{_tokens_per_day(plan):.3g} tokens a day, {_days(plan):,.1f} days to the last update"),
+        ("run", f"{_tokens_per_day(plan):.3g} tokens a day, "
+                f"{duration(plan.cfg.train.steps * guess.step_seconds)} to the last update"),
     ]
 
 

@@ -179,6 +179,7 @@ ASYNC = """HloModule m
 ENTRY %main (x: bf16[4,8]) -> f32[] {
   %x = bf16[4,8] parameter(0)
   %a = ((bf16[4,8]), bf16[32,8], u32[]) async-start(%x), async_execution_thread="sparsecore", calls=%wrapped
+  %o = ((), (), s32[1]) custom-call-start(), async_execution_thread="sparsecore", called_computations={%wrapped}
   %b = (bf16[4,8], bf16[32,8]) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
   %c = bf16[4,8] all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%sum
   %d = bf16[32,8] all-gather-done(%b)
@@ -191,7 +192,7 @@ def test_collectives_that_start_and_finish_apart_are_asynchronous():
     """Also those that stand inside what another core runs. A group of one device moves nothing."""
     rows = traffic(Walk(parse(ASYNC)).runs, dict(zip(AXES, (1, 8, 1, 1), strict=True)))
     assert [(row.kind, row.axes, row.asynchronous, row.count, row.bytes_sent) for row in rows] == [
-        ("all-gather", "fsdp", True, 2, 2 * 7 * 64), ("all-reduce", "fsdp", False, 1, 2 * 7 * 64 // 8)]
+        ("all-gather", "fsdp", True, 3, 3 * 7 * 64), ("all-reduce", "fsdp", False, 1, 2 * 7 * 64 // 8)]
 
 
 FUSED = """HloModule m

@@ -1,0 +1,70 @@
+"""The table of docs/hardware.md, from plans that were really compiled.
+
+`maxtext plan ... --json docs/plans/NAME.json` makes a record; `python -m maxtext.plan.page` writes the table of all of
+them between the marks of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from maxtext.plan.topology import GIB
+
+BEGIN, END = "<!-- plans: written by python -m maxtext.plan.page -->", "<!-- plans: end -->"
+COLUMNS = ("run", "target", "mesh", "remat", "arguments / temporaries / all of a device's memory, GiB",
+           "compiled / model FLOPs", "cycles, M (in matmuls)", "collectives of a step", "step, s", "MFU", "compiled")
+LEAST_BYTES = 1 << 24  # collectives that move less are left out
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """All plans of a folder, by name."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def table(plans: Iterable[Mapping[str, Any]]) -> str:
+    """A Markdown table, one row a plan."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row(plan) for plan in plans)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def row(plan: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of one plan, in the order of COLUMNS."""
+    batch = f"{plan['tokens_per_step']:,} tokens of {plan['sequence_length']:,}"
+    head = (f"{plan['run_name']}, {plan['parameters'] / 1e9:.2f} B, {batch}", f"{plan['topology']} ({plan['devices']})")
+    remat, program, memory = plan["remat"], plan["program"], plan["memory"]
+    kept = remat["mode"] if remat["mode"] != "names" else " ".join(remat["save"])
+    if program is None:
+        return (*head, "-", kept, f"refused: needs {memory['needed'] / GIB:.1f} of {memory['capacity'] / GIB:.0f}",
+                *("-",) * 6)
+    mesh = ", ".join(f"{axis} {size}" for axis, size in program["mesh"].items() if size > 1)
+    parts, guess = program["memory"], plan["estimate"]
+    sizes = (f"{parts['arguments'] / GIB:.2f} / {parts['temporaries'] / GIB:.1f} / {memory['needed'] / GIB:.1f} of "
+             f"{memory['capacity'] / GIB:.0f}{'' if plan['fits'] else ': does not fit'}")
+    cycles = "-"
+    if program["cycles"]:
+        cycles = f"{program['cycles'] / 1e6:,.0f} ({program['matmul_cycles'] / program['cycles']:.0%})"
+    moved = "; ".join(
+        f"{one['count']:,} {one['kind']} over {one['axes']}, {one['bytes_sent'] / GIB:.2f} GiB"
+        f"{', asynchronous' if one['asynchronous'] else ''}"
+        for one in program["traffic"] if one["bytes_sent"] >= LEAST_BYTES)
+    step, mfu = ("n/a", "n/a") if guess["mfu"] is None else (f"{guess['step_seconds']:.3g}", f"{guess['mfu']:.0f}%")
+    versions = ", ".join(f"{name} {number}" for name, number in program["versions"].items() if name != "jaxlib")
+    versions += "".join(f"; `{flag}`" for flag in program["flags"])
+    return (*head, mesh or "one device", kept, sizes, f"{plan['flops']['ratio']:.2f}", cycles, moved or "-", step, mfu,
+            f"{program['date']}, {program['compile_seconds']:,.0f} s; {versions}")
+
+
+def write(page: Path, folder: Path) -> None:
+    """Puts the table of a folder's plans between the marks of a page."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{table(records(folder))}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    write(docs / "hardware.md", docs / "plans")
+    sys.exit(0)

@@ -1,0 +1,47 @@
+"""docs/hardware.md holds the plans of docs/plans, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from maxtext.plan.page import COLUMNS, records, row, write
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_page_is_written_from_the_records(tmp_path: Path):
+    page = shutil.copy(DOCS / "hardware.md", tmp_path)
+    write(Path(page), DOCS / "plans")
+    assert Path(page).read_text() == (DOCS / "hardware.md").read_text(), "run python -m maxtext.plan.page"
+
+
+def test_every_record_was_compiled_for_a_tpu():
+    plans = records(DOCS / "plans")
+    assert plans
+    for plan in plans:
+        assert len(row(plan)) == len(COLUMNS)
+        assert {"jax", "jaxlib", "libtpu"} <= set(plan["program"]["versions"])
+        assert plan["program"]["compile_seconds"] > 1
+
+
+def test_a_refused_step_has_a_row_too():
+    plan = json.loads(json.dumps(records(DOCS / "plans")[0])) | {"program": None}
+    plan["memory"] |= {"needed": 20 << 30, "capacity": 16 << 30}
+    assert "refused: needs 20.0 of 16" in row(plan)
+    assert len(row(plan)) == len(COLUMNS)
+
+
+@pytest.mark.parametrize(("traffic", "cell"), [
+    ([], "-"),
+    ([{"kind": "all-gather", "axes": "fsdp", "asynchronous": True, "count": 3, "bytes_sent": 3 << 30},
+      {"kind": "all-reduce", "axes": "fsdp", "asynchronous": False, "count": 9, "bytes_sent": 100}],
+     "3 all-gather over fsdp, 3.00 GiB, asynchronous"),
+])
+def test_collectives_that_move_little_are_left_out(traffic: list[dict], cell: str):
+    plan = json.loads(json.dumps(records(DOCS / "plans")[0]))
+    plan["program"]["traffic"] = traffic
+    assert cell in row(plan)
