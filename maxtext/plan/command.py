@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext.config.load import ConfigError, find_config, load
+from maxtext.config.reason import placed
 from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
 from maxtext.config.validate import AXES, mesh_problems
@@ -47,12 +48,14 @@ def run(argv: list[str]) -> int:
         wrong = mesh_problems(cfg, target.n_devices)
         if wrong:
             raise PlanError("\n".join(f"{key}: {message}" for key, message in wrong))
+        if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
+            raise PlanError(f"--json {args.json}: its folder does not exist; make it first")
         program, cached = compiled(cfg, target, cache_folder(args.cache))
         _show(cfg, target, program, cached, args.json)
     except ConfigError as error:
         return print_problems(error)
     except (PlanError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(placed(error), file=sys.stderr)
         return 2
     from maxtext.plan.verdict import judge
 

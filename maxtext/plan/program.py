@@ -127,11 +127,12 @@ def compile_program(cfg: Config, devices: Sequence[jax.Device]) -> Program | Ref
 
 
 def read_refusal(message: str) -> Refusal | None:
-    """What XLA for TPU says when the memory does not suffice; None of another failure."""
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
+    """What XLA for TPU says when the memory does not suffice, newer and older; None of another failure."""
+    size = r"([\d.]+)([KMGT]?)"
+    found = re.search(rf"\({size}\) exceeds available HBM \({size}\)|Used {size} of {size} hbm", message)
     if "RESOURCE_EXHAUSTED" not in message or found is None:
         return None
-    needed, needed_unit, available, available_unit = found.groups()
+    needed, needed_unit, available, available_unit = (group for group in found.groups() if group is not None)
     return Refusal(round(float(needed) * _UNITS[needed_unit]), round(float(available) * _UNITS[available_unit]))
 
 
