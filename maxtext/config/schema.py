@@ -22,6 +22,7 @@ RematName = Literal["qkv", "attention", "attention_out", "gate_up", "mlp_out"]
 OptimizerKind = Literal["skip_step_adamw", "adamw"]
 ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
+LARGEST_SEED = 2**32 - 1  # jax keeps the low 32 bits of a seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +251,7 @@ class GenerateConfig:
     top_k: int | None = field("Sample among this many likeliest tokens; null: all.", None, minimum=1)
     top_p: float = field("Sample among the likeliest tokens that together have this probability.", 1.0, above=0,
                          maximum=1)
-    seed: int = field("Seed of the samples.", 0, minimum=0)
+    seed: int = field("Seed of the samples.", 0, minimum=0, maximum=LARGEST_SEED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +275,7 @@ class Config:
     description: str = field("One line that the list of configs shows.", "")
     run_name: str = field("Name of the run's folder under output_dir.", "run", also=("name",))
     output_dir: str = field("Folder of all runs.", "runs", also=("base_output_directory", "save_folder"))
-    seed: int = field("Seed of the initial weights.", 0, minimum=0)
+    seed: int = field("Seed of the initial weights.", 0, minimum=0, maximum=LARGEST_SEED)
     schedule: ScheduleConfig = field("Learning rate.", ScheduleConfig)
     mesh: MeshConfig = field("Devices.", MeshConfig)
     checkpoint: CheckpointConfig = field("Checkpoints.", CheckpointConfig)

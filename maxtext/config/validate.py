@@ -257,6 +257,11 @@ def _held_out(cfg: Config) -> Iterator[Problem]:
     if cfg.generate.prompts and cfg.generate.every is None and cfg.eval.every is None:
         yield "generate.prompts", ("generate.prompts are completed with each evaluation, and eval.every is null; set "
                                    "generate.every")
+    for name in ("top_k", "top_p"):
+        value = getattr(cfg.generate, name)
+        if cfg.generate.temperature == 0 and value != default_of(cfg.generate, name):
+            yield f"generate.{name}", (f"generate.{name} {value} chooses among samples, but generate.temperature 0 "
+                                       "takes the likeliest token; set generate.temperature, for instance to 1")
     twice = sorted({name for name in cfg.eval.tasks if cfg.eval.tasks.count(name) > 1})
     if twice:
         yield "eval.tasks", f"{', '.join(twice)} is listed twice; list each task once"

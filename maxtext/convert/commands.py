@@ -184,6 +184,9 @@ def _verify(options: argparse.Namespace) -> int:
 def _tokens(options: argparse.Namespace, folders: Sequence[Path], vocabulary: int) -> tuple[np.ndarray, str]:
     """Rows of token ids below `vocabulary`, and where they come from; `folders` may have a tokenizer."""
     shape = (options.rows, options.length)
+    for name, number in zip(("rows", "length"), shape, strict=True):
+        if number < 1:
+            raise ConvertError(f"--{name} {number} leaves nothing to compare; give 1 or more")
     if options.text:
         try:
             text, source = Path(options.text).read_text(encoding="utf-8"), options.text

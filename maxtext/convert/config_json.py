@@ -6,6 +6,8 @@ A family lists `Setting`s. Whatever a config.json says beyond them that would ch
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -127,11 +129,15 @@ def read_model(family: Family, config: Mapping[str, Any], where: str) -> ModelCo
     faults = [f"{key} is {known[key]!r}; only {value!r} is supported{_HINTS.get(key, '')}"
               for key, value in {**_ONLY, **family.only}.items() if known.get(key, value) != value]
     said: Said = dict(family.choices)
+    broken: list[str] = []
     for setting in family.settings:
         try:
             said |= setting.read(known, said)
         except Unsupported as fault:
             faults += fault.args
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            broken.append(f"a value is not of the type that it should be ({error})")
+    faults = faults or broken  # which may only follow from a fault that has a name
     if faults:
         raise ConvertError("\n  ".join([f"{where}: this model cannot be converted; nothing was written:",
                                         *dict.fromkeys(faults)]))
@@ -173,12 +179,38 @@ def needed(known: Known, key: str) -> Any:
     return known[key]
 
 
+def fitting(key: str, value: Any, field: str) -> Any:
+    """A value that our field can hold; Unsupported names the key of one that it cannot."""
+    section: Any = ModelConfig
+    *outer, name = field.split(".")
+    for one in outer:
+        section = typing.get_type_hints(section)[one]
+    kind = typing.get_type_hints(section)[name]
+    kinds = typing.get_args(kind) or (kind,)
+    if value is None and type(None) in kinds:
+        return None
+    limits = next(f.metadata for f in dataclasses.fields(section) if f.name == name)
+    for number, expected in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
+        if number not in kinds:
+            continue
+        allowed = (int, float) if number is float else number
+        if not isinstance(value, allowed) or (isinstance(value, bool) and number is not bool) or not (
+                abs(value) < math.inf):
+            raise Unsupported(f"{key} is {value!r}; {expected} is needed")
+        if not value >= (limits["minimum"] if limits["minimum"] is not None else -math.inf):
+            raise Unsupported(f"{key} is {value!r}; at least {limits['minimum']} is needed")
+        if not value > (limits["above"] if limits["above"] is not None else -math.inf):
+            raise Unsupported(f"{key} is {value!r}; it must be above {limits['above']}")
+    return value
+
+
 def same(key: str, field: str, also: tuple[str, ...] = (), least: int | None = None) -> Setting:
     """A key with the same value as a field; `also` are other names of it, `least` the smallest value accepted."""
     def read(known: Known, said: Said) -> Said:
         value = next((known[name] for name in also if known.get(name) is not None), known.get(key))
         if value is None:
             raise Unsupported(f"{key} is missing")
+        value = fitting(key, value, field)
         if least is not None and value < least:
             raise Unsupported(f"{key} is {value}; at least {least} is needed")
         return {field: value}
@@ -208,7 +240,7 @@ def optional(key: str, field: str, written: Callable[[ModelConfig], Any]) -> Set
         value = written(model)
         return {} if value is None else {key: value}
 
-    return Setting(lambda known, said: {field: known.get(key)}, write)
+    return Setting(lambda known, said: {field: fitting(key, known.get(key), field)}, write)
 
 
 def rotary(by_layer_type: bool = False, on_scores: bool = False) -> Setting:
@@ -243,7 +275,8 @@ def _windows(usual: tuple[LayerKind, ...], kinds_of: Callable[[Known, int], list
         if known.get("sliding_window") is None:
             raise Unsupported("sliding_window is null, but layer_types has sliding_attention")
         pattern, last_full = _pattern(kinds, usual)
-        return {"layer_pattern": pattern, "last_layer_full": last_full, "window": int(known["sliding_window"])}
+        return {"layer_pattern": pattern, "last_layer_full": last_full,
+                "window": fitting("sliding_window", known["sliding_window"], "window")}
 
     return Setting(read, write)
 

@@ -128,6 +128,7 @@ def _swapped(groups: Groups, tensors: Tensors) -> Edits:
     modules: dict[str, dict[str, Sequence[Place]]] = {}
     for rule, group in groups.items():
         modules.setdefault(rule.removesuffix(".weight").removesuffix(".bias"), {})[rule.rpartition(".")[2]] = group
+    seen: set[frozenset[str]] = set()  # a module of one tensor is both
     for sets in (modules, {rule: {"": group} for rule, group in groups.items()}):
         for (first, ours), (second, others) in itertools.combinations(sets.items(), 2):
             if {key: [p.shape for p in group] for key, group in ours.items()} != {
@@ -135,6 +136,9 @@ def _swapped(groups: Groups, tensors: Tensors) -> Edits:
                 continue
             pairs = [pair for key in ours for pair in zip(ours[key], others[key], strict=True)]
             edit = {a.name: tensors[b.name] for one in pairs for a, b in (one, one[::-1])}
+            if frozenset(edit) in seen:
+                continue
+            seen.add(frozenset(edit))
             same = all(a.piece == b.piece and a.rule.leaf.endswith("gate_up") for a, b in pairs)
             yield f"{'gate and up' if same else 'two tensors'} are swapped: {_short(first)} and {_short(second)}", edit
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,9 +127,9 @@ def _write(path: str, arrays: Mapping[str, np.ndarray]) -> None:
 def load(path: str) -> Trace:
     """A trace, or a golden: input_ids (B, T), logits (B, T, V) and perhaps hidden_states (layers + 1, B, T, D)."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as opened, zipfile.ZipFile(opened), np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConvertError(f"{path}: cannot be read as .npz: {reason(error)}") from None
     missing = [name for name in ("input_ids", "logits") if name not in found]
     if missing:

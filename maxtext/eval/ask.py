@@ -104,6 +104,11 @@ def _json_prompt(line: str, where: str) -> str:
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
+    if options.context is not None and options.context < 2:
+        raise DataError(f"--context {options.context} has no room for a prompt and a token; give 2 or more")
+    if options.temperature == 0 and (options.top_k is not None or options.top_p != 1):
+        raise DataError("--top-k and --top-p choose among samples, but --temperature 0 takes the likeliest token; give "
+                        "--temperature too, such as 1")
     if options.tokens < 1:
         raise DataError(f"--tokens {options.tokens} adds nothing; give 1 or more")
     if not 0 <= options.seed < 1 << 32:

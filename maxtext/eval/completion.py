@@ -37,6 +37,8 @@ class Stops:
         """Each word is an id, the name of a special token, or a text. Raises DataError for an id that is none."""
         self.ids, self.texts = {tokenizer.eos_id, *ends}, []
         for word in words:
+            if not word:
+                raise DataError("--stop is empty; give an id, the name of a token, or a text")
             named = tokenizer.named_id(word)
             if word.isdecimal():
                 if int(word) >= tokenizer.vocab_size:
@@ -44,7 +46,7 @@ class Stops:
                 self.ids.add(int(word))
             elif named is not None and not tokenizer.pieces[named]:
                 self.ids.add(named)
-            elif word:
+            else:
                 # A token that holds the text ends the row; a text over several tokens is only found afterwards.
                 self.texts.append(word)
                 self.ids |= {i for i, piece in enumerate(tokenizer.pieces) if word.encode() in piece}

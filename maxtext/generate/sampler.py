@@ -6,6 +6,7 @@ Dims: V vocabulary, B rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ class Sampling:
         """Raises ValueError for what is no such choice."""
         if not self.temperature >= 0:
             raise ValueError(f"temperature {self.temperature} is below 0; give 0 for the likeliest token, or more")
+        if math.isinf(self.temperature):
+            raise ValueError(f"temperature {self.temperature} leaves nothing of what the model says; give a number")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k {self.top_k} leaves no token; give 1 or more")
         if not 0 < self.top_p <= 1:
@@ -53,7 +56,9 @@ def sample(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array
     """One token id, int32."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
-    logits_V = logits_V / sampling.temperature
+    # From the largest down, so that none overflows however low the temperature.
+    lowest = float(jnp.finfo(jnp.float32).tiny)
+    logits_V = (logits_V - logits_V.max()) / max(sampling.temperature, lowest)
     if sampling.top_k is not None or sampling.top_p < 1:
         logits_V = jnp.where(allowed(logits_V, sampling.top_k, sampling.top_p), logits_V, -jnp.inf)
     return jax.random.categorical(key, logits_V).astype(jnp.int32)

@@ -212,6 +212,8 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({"eval__tasks": ("copa_rc_0shot",)}, "eval.tokenizer", "set eval.tokenizer to the file that the token"),
     ({"eval__tasks": ("a", "b", "a"), "eval__tokenizer": "t.json"}, "eval.tasks", "a is listed twice"),
     ({"generate__prompts": ("a",), "generate__every": 1}, "generate.prompts", "set eval.tokenizer to the file that"),
+    ({"generate__top_k": 5}, "generate.top_k", "generate.top_k 5 chooses among samples, but generate.temperature 0"),
+    ({"generate__top_p": 0.9}, "generate.top_p", "generate.top_p 0.9 chooses among samples, but"),
     ({"generate__prompts": ("a",), "eval__tokenizer": "t.json"}, "generate.prompts",
      "generate.prompts are completed with each evaluation, and eval.every is null; set generate.every"),
     ({"run_name": ""}, "run_name", "run_name '' is not the name of one folder"),
@@ -272,6 +274,7 @@ def test_a_broken_rule_is_one_problem_that_names_keys_and_numbers(change, key, m
     {"eval__every": 10, "eval__tasks": ("copa_rc_0shot",), "eval__tokenizer": "t.json"},
     {"generate__prompts": ("a",), "generate__every": 1, "eval__tokenizer": "t.json"},
     {"generate__prompts": ("a",), **PREPARED, "eval__every": 5},
+    {"generate__top_k": 5, "generate__top_p": 0.9, "generate__temperature": 0.1},
     {"run_name": "a b.1-x"},
 ])
 def test_a_configuration_just_inside_the_rules_has_no_problem(change):

@@ -208,3 +208,21 @@ def test_goldens_that_are_none(tmp_path, arrays, message):
     np.savez(tmp_path / "golden.npz", **arrays)
     with pytest.raises(ConvertError, match=message):
         trace.load(str(tmp_path / "golden.npz"))
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"text",
+    lambda data: data.replace(b"\x01\x02\x03\x04", b"\x01\x02\x03\x05"), lambda data: data[:-30] + bytes(30)])
+def test_damaged_goldens_are_named(tmp_path, damage):
+    path = tmp_path / "golden.npz"
+    np.savez(path, input_ids=np.full((1, 9), 0x04030201), logits=np.zeros((1, 9, 4)))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConvertError, match=r"golden.npz: cannot be read as .npz: ."):
+        trace.load(str(path))
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--rows", "0"], "--rows 0 leaves nothing to compare"), (["--length", "-1"], "--length -1 leaves nothing")])
+def test_no_tokens_are_no_comparison(tmp_path, capsys, words, message):
+    assert run(["trace", str(HF / "olmo2"), str(tmp_path / "t.npz"), *words]) == 2
+    assert message in capsys.readouterr().err

@@ -69,8 +69,15 @@ def test_a_draw_depends_on_seed_row_and_step_alone():
     assert all((other != first).mean() > 0.5 for other in others)
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
+def test_the_lowest_temperatures_take_the_likeliest(temperature):
+    logits_V = jnp.array([-jnp.inf, 2.0, 5.0, 4.0])
+    assert all(sample(logits_V, jax.random.key(i), Sampling(temperature, top_k=3)) == 2 for i in range(4))
+
+
 @pytest.mark.parametrize(("choice", "message"), [
     ({"temperature": -1.0}, "temperature -1.0 is below 0"), ({"temperature": float("nan")}, "temperature nan"),
+    ({"temperature": float("inf")}, "temperature inf leaves nothing"),
     ({"top_k": 0}, "top_k 0 leaves no token"), ({"top_p": 0.0}, "top_p 0.0 is no probability"),
     ({"top_p": 1.5}, "top_p 1.5 is no")])
 def test_choices_that_are_none(choice, message):
