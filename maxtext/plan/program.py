@@ -79,7 +79,10 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """The compiler gave up because the step does not fit into a device's memory; bytes by its own count."""
+    """The compiler gave up because the step does not fit into a device's memory.
+
+    Bytes by its own count; libtpu 0.0.52 names the temporaries alone.
+    """
 
     needed: int
     available: int

@@ -274,8 +274,8 @@ def test_a_step_that_the_compiler_refuses_is_a_verdict_and_not_a_failure(
     text = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 18.50G " \
            "of 15.75G hbm. Exceeded hbm capacity by 2.75G."
     refusal = read_refusal(text)
-    newer = ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
-             "temporaries (18.50G) exceeds available HBM (15.75G). HLO module: jit_step.")
+    newer = ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for "
+             "HLO temporaries (18.50G) exceeds available HBM (15.75G). HLO module: jit_step.")
     assert refusal == read_refusal(newer) == Refusal(int(18.5 * GIB), int(15.75 * GIB))
     assert read_refusal("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 18M of 16M vmem") is None
     assert read_refusal("INTERNAL: Used 18.50G of 15.75G hbm") is None
