@@ -73,13 +73,13 @@ def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetri
 
     It may be given an int32 array of the votes of processes; the largest is then returned as metric `vote`.
     """
-    step = make_train_step(cfg)
+    update = make_train_step(cfg)
 
-    def voted(state: TrainState, batch: Batch, votes: jax.Array | None = None) -> tuple[TrainState, StepMetrics]:
-        state, metrics = step(state, batch)
+    def step(state: TrainState, batch: Batch, votes: jax.Array | None = None) -> tuple[TrainState, StepMetrics]:
+        state, metrics = update(state, batch)
         return state, metrics if votes is None else metrics | {"vote": votes.max()}
 
-    return jax.jit(voted, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0)
 
 
 def _gradient(cfg: Config, params: Decoder, batch: Batch,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from maxtext import cli
-from maxtext.eval.offline import run as evaluate
+from maxtext.cli import main
 from maxtext.train.loop import Outcome, train
 from tests.eval.test_downstream import FILES
 from tests.runs import Runs, lines, some_devices
@@ -37,7 +37,7 @@ def test_a_run_scores_tasks_beside_its_held_out_sets(runs: Runs, tmp_path: Path,
     assert "arc_easy_test_rc_5shot, codex_humaneval_gold_bpb_3shot" in out
     # The same checkpoint offline, on 8 devices and in other batches of tasks: the same numbers.
     monkeypatch.chdir(tmp_path)
-    assert evaluate([cfg.run_dir, "--output", "offline.json"]) == 0
+    assert main(["eval", cfg.run_dir, "--output", "offline.json"]) == 0
     offline = json.loads((tmp_path / "offline.json").read_text())["metrics"]
     assert offline == pytest.approx(recorded[2], rel=1e-5)
 
