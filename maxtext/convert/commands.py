@@ -160,6 +160,7 @@ def _verify(options: argparse.Namespace) -> int:
         "tokens": tokens,
         "dtype": options.dtype,
         **parity.compare(parity.ours(saved, reference.tokens_BT, options.dtype), reference, limits),
+        "weights_compared": folder is not None,
         "different_weights": [] if folder is None else parity.compare_weights(saved, folder),
         **replayed,
     }

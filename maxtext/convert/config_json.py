@@ -135,8 +135,13 @@ def read_model(family: Family, config: Mapping[str, Any], where: str) -> ModelCo
             said |= setting.read(known, said)
         except Unsupported as fault:
             faults += fault.args
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             broken.append(f"a value is not of the type that it should be ({error})")
+    for field, value in said.items() if not faults else ():
+        try:
+            fitting(f"model.{field}", value, field)
+        except Unsupported as fault:
+            faults += fault.args
     faults = faults or broken  # which may only follow from a fault that has a name
     if faults:
         raise ConvertError("\n  ".join([f"{where}: this model cannot be converted; nothing was written:",

@@ -389,7 +389,7 @@ FAMILIES = {
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family that a config.json names. Raises ConvertError when it is none of ours."""
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         near = difflib.get_close_matches(str(name), FAMILIES, 1)
         hint = f"; did it mean {near[0]}?" if near else "."
         raise ConvertError(f"{where}: model_type {name!r} has no conversion table{hint} Tables exist for "

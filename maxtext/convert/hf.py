@@ -165,10 +165,14 @@ def open_source(path: str, out: str, note: Callable[[str], None]) -> Source:
     Raises ConvertError when the folder does not hold exactly the tensors of its model.
     """
     folder = open_folder(path)
+    positions = folder.config.get("max_position_embeddings") or 0
+    if not isinstance(positions, int):
+        raise ConvertError(f"{folder.path / 'config.json'}: max_position_embeddings is {positions!r}; a whole number "
+                           "is needed")
     family = family_of(folder.config, str(folder.path / "config.json"))
     model = read_model(family, folder.config, str(folder.path / "config.json"))
     ids = {key: _one_id(folder.config.get(f"{key}_token_id")) for key in ("eos", "pad")}
-    cfg = converted_config(model, folder.dtype, out, int(folder.config.get("max_position_embeddings") or 0), **ids)
+    cfg = converted_config(model, folder.dtype, out, positions, **ids)
     _refuse_model(cfg, str(folder.path / "config.json"))
     wanted = places(family.rules, model)
     tensors = _without_tied_head(folder, model)

@@ -258,7 +258,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines += [f"| {name.replace('_', ' ')} | {report[name]:.6g} |" for name in (
         "max_logit_difference", "mean_logit_difference", "mean_kl", "max_kl", "top1_agreement",
         "top1_agreement_as_bfloat16", "nll_ours", "nll_reference")]
-    lines += ["", f"Weights that differ: {len(report['different_weights'])}"]
+    lines += ["", f"Weights that differ: {len(report['different_weights'])}" if report["weights_compared"] else
+              "Weights were not compared: no transformers folder was given"]
     lines += [f"- {w['name']}: {w['difference']:.3g} {w['note']}".rstrip() for w in report["different_weights"][:50]]
     if report["blocks"]:
         lines += ["", f"First part that differs when fed with the reference's input: "

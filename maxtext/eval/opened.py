@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from maxtext.checkpoint.manager import Checkpoints
 from maxtext.checkpoint.manifest import scan
-from maxtext.config.load import find_config, load, to_yaml
+from maxtext.config.load import ConfigError, find_config, load, to_yaml
 from maxtext.config.schema import CheckpointConfig, Config, MeshConfig, ModelConfig
 from maxtext.config.validate import mesh_problems
 from maxtext.model.decoder import Decoder, abstract_decoder
@@ -129,7 +129,10 @@ def config_over(saved: str, overrides: Sequence[str], config: str | None = None)
         if config is not None:
             bases.append(os.path.abspath(find_config(config)))
         Path(folder, "evaluation.yml").write_text(f"base: {json.dumps(bases)}\n")
-        return load(Path(folder, "evaluation.yml"), overrides)
+        try:
+            return load(Path(folder, "evaluation.yml"), overrides)
+        except ConfigError as error:  # of files that are gone when it is read
+            raise ConfigError(text.replace(bases[0], "the model's own config") for text in error.problems) from None
 
 
 def on_these_devices(cfg: Config, overrides: Sequence[str], note: Callable[[str], None] = print) -> Config:

@@ -34,6 +34,9 @@ def warm_start(state: TrainState, source: InitFromConfig, note: Callable[[str], 
     finally:
         checkpoints.close()
     if restored is None:
+        if os.path.isfile(os.path.join(source.path, "config.json")):
+            raise CheckpointError(f"train.init_from.path {source.path} is a transformers folder; convert it first: "
+                                  f"maxtext convert import {source.path} OUT")
         raise CheckpointError(f"train.init_from.path {source.path} holds no checkpoint; give the folder of a run or of "
                               f"a converted model")
     what = "weights, moments and Adam count" if source.optimizer else "weights"

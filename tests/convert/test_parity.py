@@ -195,6 +195,7 @@ def test_a_golden_without_hidden_states_compares_logits_alone(tmp_path):
     assert run([*arguments, "--save-golden", str(tmp_path / "kept.npz"), "--report", str(tmp_path / "report")]) == 0
     report = json.loads((tmp_path / "report" / "parity.json").read_text())
     assert (report["layers"], report["rows"], report["length"]) == ([], 2, 40)
+    assert "Weights that differ: 0" in (tmp_path / "report" / "parity.md").read_text()
     np.testing.assert_array_equal(trace.load(str(tmp_path / "kept.npz")).logits_BTV,
                                   trace.load(str(golden("olmo2"))).logits_BTV)
 

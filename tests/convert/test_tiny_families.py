@@ -261,6 +261,7 @@ def test_the_report_names_the_part_and_the_cause(tmp_path, capsys):
     page = (tmp_path / "out" / "parity.md").read_text()
     assert "First part that differs when fed with the reference's input: model.layers.1.mlp\nLikely cause: gate" in page
     assert "- the first part that differs when fed with the reference's input is model.layers.1.mlp: gate and" in page
+    assert "Weights were not compared: no transformers folder was given" in page
     assert page in capsys.readouterr().out
 
 
@@ -341,3 +342,8 @@ def test_what_our_rules_forbid_is_refused(tmp_path, capsys):
     (source / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 5}))
     assert run(["import", str(source), str(tmp_path / "out")]) == 2
     assert "model.moe.top_k 5 is more than" in capsys.readouterr().err
+    for keys, message in (({"max_position_embeddings": "long"}, "max_position_embeddings is 'long'; a whole number"),
+                          ({"model_type": ["mixtral"]}, "model_type ['mixtral'] has no conversion table")):
+        (source / "config.json").write_text(json.dumps(config | keys))
+        assert run(["import", str(source), str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err

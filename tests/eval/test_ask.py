@@ -113,6 +113,7 @@ def test_samples_depend_on_the_seed(ask):
     (["--prompt", "a", "--tokenizer", "absent.json"], "absent.json: cannot read the tokenizer"),
     (["--prompt", "a", "--eos", "<none>"], "has no token '<none>' (--eos)"),
     (["--prompt", "a", "mesh.fsdp=3"], "but there are 8"),
+    (["--prompt", "a", "model.n_heads=3"], "the model's own config:"),
     (["--prompt", "a", "model.d_model=none"], "model.d_model: none is not an integer"),
 ])
 def test_mistakes_are_one_message_and_exit_code_2(folder, capsys, words, message):

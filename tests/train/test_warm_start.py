@@ -70,6 +70,10 @@ def test_a_run_goes_on_from_the_other_with_its_own_schedule(runs, first):
 def test_what_cannot_be_taken_is_refused_by_name(runs, first):
     with pytest.raises(CheckpointError, match=r"holds no checkpoint; give the folder"):
         started(first, InitFromConfig(path=str(runs.folder / "nothing")))
+    (runs.folder / "hf").mkdir()
+    (runs.folder / "hf" / "config.json").touch()
+    with pytest.raises(CheckpointError, match=r"is a transformers folder; convert it first: maxtext convert import"):
+        started(first, InitFromConfig(path=str(runs.folder / "hf")))
     wider = runs.config("wider", "model.d_ff=96")
     with pytest.raises(CheckpointError, match=r"params\.segments\.0\.0\.mlp\.down: the state wants shape"):
         started(wider, InitFromConfig(path=first.run_dir))
