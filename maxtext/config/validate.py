@@ -254,6 +254,9 @@ def _held_out(cfg: Config) -> Iterator[Problem]:
     if cfg.generate.prompts and cfg.eval.tokenizer is None and cfg.data.prepared is None:
         yield "generate.prompts", ("generate.prompts are text, which needs a tokenizer; set eval.tokenizer to the file "
                                    "that the token files were made with, or give data.prepared")
+    if cfg.generate.every is not None and not cfg.generate.prompts:
+        yield "generate.every", (f"generate.every {cfg.generate.every} is set, but there is nothing to go on from; "
+                                 "give generate.prompts, or remove it")
     if cfg.generate.prompts and cfg.generate.every is None and cfg.eval.every is None:
         yield "generate.prompts", ("generate.prompts are completed with each evaluation, and eval.every is null; set "
                                    "generate.every")

@@ -212,6 +212,7 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({"eval__tasks": ("copa_rc_0shot",)}, "eval.tokenizer", "set eval.tokenizer to the file that the token"),
     ({"eval__tasks": ("a", "b", "a"), "eval__tokenizer": "t.json"}, "eval.tasks", "a is listed twice"),
     ({"generate__prompts": ("a",), "generate__every": 1}, "generate.prompts", "set eval.tokenizer to the file that"),
+    ({"generate__every": 5}, "generate.every", "generate.every 5 is set, but there is nothing to go on from; give gen"),
     ({"generate__top_k": 5}, "generate.top_k", "generate.top_k 5 chooses among samples, but generate.temperature 0"),
     ({"generate__top_p": 0.9}, "generate.top_p", "generate.top_p 0.9 chooses among samples, but"),
     ({"generate__prompts": ("a",), "eval__tokenizer": "t.json"}, "generate.prompts",
