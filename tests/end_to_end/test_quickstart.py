@@ -21,8 +21,8 @@ def test_held_out_bits_per_byte_fall_by_two_fifths_in_both_domains(tmp_path: Pat
     # One device and a compiler that optimises, as for a person; the other tests have neither. One thread, because the
     # other cores have other tests to run: more of them wait for each other.
     environ = environment(1) | {"XLA_FLAGS": "", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "true", "PJRT_NPROC": "1"}
-    done = subprocess.run(command("quickstart", f"data.prepared={tmp_path / 'data'}", f"output_dir={tmp_path}"),
-                          cwd=ROOT, env=environ, text=True, capture_output=True)
+    done = subprocess.run(command("quickstart", f"data.prepared={tmp_path / 'data'}", f"output_dir={tmp_path}",
+                                  "eval.every=600"), cwd=ROOT, env=environ, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "quickstart is complete: update 600 of 600" in done.stdout
     folder = tmp_path / "quickstart"
@@ -30,7 +30,7 @@ def test_held_out_bits_per_byte_fall_by_two_fifths_in_both_domains(tmp_path: Pat
     assert [record["step"] for record in records] == list(range(601))
     for name in ("code", "prose"):
         curve = [record[f"eval/lm/{name}/BPB"] for record in records if f"eval/lm/{name}/BPB" in record]
-        assert len(curve) == 7
+        assert len(curve) == 2  # evaluated at both ends alone, to save a minute
         assert curve[-1] < (1 - FALL) * curve[0], (name, curve)
     found = {path.name for path in folder.iterdir()}
     assert {"config.yml", "metrics.jsonl", "tensorboard", "checkpoints", "report.html", "loss.png"} <= found

@@ -110,7 +110,8 @@ def test_a_checkpoint_holds_exactly_its_updates_and_the_schedule_goes_on(straigh
 
 
 @pytest.mark.parametrize(("mesh", "overrides"), [
-    ((1, 1, 1), ()), ((1, 2, 1), ()), ((1, 2, 2), ("mesh.tensor=2",))])
+    pytest.param((1, 1, 1), (), marks=pytest.mark.one_pass), pytest.param((1, 2, 1), (), marks=pytest.mark.one_pass),
+    ((1, 2, 2), ("mesh.tensor=2",))])
 def test_a_run_on_eight_devices_goes_on_with_one_two_or_four(runs: Runs, eight: Config, mesh: tuple[int, int, int],
                                                             overrides: tuple[str, ...]):
     laid_out, whole = restore(eight, 20, mesh).state, restore(eight, 20, (1, 8, 1)).state
@@ -163,6 +164,7 @@ def test_kill_9_and_two_resumes_in_new_processes(runs: Runs, straight: Config):
     check_same_run(cfg, straight)
 
 
+@pytest.mark.one_pass  # other processes again, of which nothing depends on the version
 def test_sigterm_and_sigint_from_outside_save_and_exit_0(runs: Runs):
     """`train.py` with nothing patched, stopped at whatever update it has reached."""
     arguments, done = runs.arguments("run", "train.steps=100000", "eval.every=null", "checkpoint.every=null"), 0

@@ -7,7 +7,7 @@ import pytest
 
 LONG = 60  # steps from which on a case counts as slow
 # Of the short ones, those that are replayed with every version of JAX: documents and YaRN, two data ranks, experts.
-EVERY_PASS = ("f2_packed_yarn", "h_fp32_2ranks", "g_moe_dropless")
+EVERY_PASS = ("f2_packed_yarn", "g_moe_dropless")
 
 
 def pytest_generate_tests(metafunc):

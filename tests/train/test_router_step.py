@@ -61,6 +61,7 @@ def test_the_selection_bias_moves_against_the_load_and_no_other_way(one_device):
         assert (moment.segments[1][0].mlp.selection_bias == 0).all()
 
 
+@pytest.mark.one_pass  # three programs more
 def test_statistics_of_the_batch_take_in_the_micro_batches_before(one_device):
     """The last micro-batch's loss is the whole batch's; so with one micro-batch both kinds are the same."""
     by_batch, whole = update("batch")[0], update("batch", accumulation=1)[0]
