@@ -19,6 +19,7 @@ def recorded(folder):
     return [json.loads(line) for line in (folder / "experts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.one_pass  # three runs
 def test_loads_of_a_run_and_of_its_continuation(runs):
     train(runs.config("run", *MOE, "train.steps=3"))
     train(runs.config("run", *MOE, "train.steps=6"))
