@@ -1,6 +1,6 @@
 """Joins the processes of one job, as its environment describes them. With one process there is nothing to do.
 
-Sources: JAX's own variables, and the schedulers that `jax.distributed` knows (SLURM, Open MPI, Cloud TPU, GKE).
+Sources: JAX's own variables, and the schedulers that `jax.distributed` knows (SLURM, Open MPI, Cloud TPU).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import jax
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-# What each scheduler tells a process about the size of its job.
-SCHEDULERS = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
+# What each scheduler tells a process about the size of its job, and what it tells only those that it started: the shell
+# of a SLURM allocation knows the size too, but is no process of the job.
+SCHEDULERS = {"SLURM": ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),
+              "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")}
 TPU_HOSTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")  # comma-separated
 
 
@@ -56,8 +58,8 @@ def job(environment: Mapping[str, str]) -> str | None:
         if not 0 <= index < count:
             raise LaunchError(f"{INDEX} is {index}, but the {count} processes of {COUNT} are numbered 0 to {count - 1}")
         return None if count == 1 else "JAX's variables"
-    for name, variable in SCHEDULERS.items():
-        if environment.get(variable, "1").isdigit() and int(environment.get(variable, "1")) > 1:
+    for name, (size, started) in SCHEDULERS.items():
+        if started in environment and environment.get(size, "").isdigit() and int(environment[size]) > 1:
             return name
     hosts = next((environment[name] for name in TPU_HOSTS if environment.get(name)), "")
     return "Cloud TPU" if len(hosts.split(",")) > 1 or environment.get("MEGASCALE_COORDINATOR_ADDRESS") else None

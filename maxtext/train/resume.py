@@ -71,7 +71,7 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
 
 def check_files(cfg: Config) -> None:
     """Raises ResumeError when a folder stands where the run writes a file: it would train without a record."""
-    for name in ("metrics.jsonl", "config.yml", "samples.jsonl"):
+    for name in ("metrics.jsonl", "config.yml", "samples.jsonl", "experts.jsonl"):
         path = os.path.join(cfg.run_dir, name)
         if os.path.isdir(path):
             raise ResumeError(f"{path} is a folder, but the run writes a file there; move it away, or choose another "

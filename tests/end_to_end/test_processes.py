@@ -89,9 +89,10 @@ def test_two_processes_train_as_one_and_stop_together(runs, tmp_path):
     ({"JAX_COORDINATOR_ADDRESS": "a:1"}, None),
     ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX's variables"),
     ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
-    ({"SLURM_NTASKS": "1"}, None),
-    ({"SLURM_NTASKS": "16"}, "SLURM"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+    ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, None),
+    ({"SLURM_NTASKS": "16"}, None),  # the shell of an allocation
+    ({"SLURM_NTASKS": "16", "SLURM_STEP_NODELIST": "a[1-2]"}, "SLURM"),
+    ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "Open MPI"),
     ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
     ({"TPU_WORKER_HOSTNAMES": "a,b"}, "Cloud TPU"),
 ])

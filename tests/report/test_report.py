@@ -259,3 +259,10 @@ def test_short_numbers(value, text):
 def test_a_chart_without_points_is_no_chart():
     assert chart("x", [Curve("a", [], [])]) == ""
     assert "</script><b>" not in chart("x", [Curve("</script><b>", [1, 2], [1.0, 2.0])])
+
+
+def test_every_rule_of_the_style_sheet_stands_once():
+    """A rule that a text replacement put in twice changes what it should not; rules for narrow screens come after."""
+    sheet = (Path(write.__file__).parent / "page.css").read_text().split("@media (max-width")[0]
+    selectors = [line.split(" {")[0] for line in sheet.splitlines() if " {" in line and not line.startswith((" ", "@"))]
+    assert [name for name in set(selectors) if selectors.count(name) > 1] == []

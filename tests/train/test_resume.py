@@ -113,7 +113,7 @@ def test_a_config_of_another_version_is_refused(runs: Runs):
         check_same_run(runs.config(), saved, 20, print)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yml"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yml", "samples.jsonl", "experts.jsonl"])
 def test_a_folder_where_a_run_writes_a_file_is_refused_before_anything_is_made(runs: Runs, name: str, capsys):
     called = f"with-{name}"
     folder = runs.directory(called)
