@@ -25,14 +25,14 @@ def vary(tree: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def untyped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def untyped(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with arrays whose types say nothing of the mesh, for kernels that were written without it.
 
-    Its arguments must all vary over the same axes, and the result does too.
+    Its arguments are trees of arrays that all vary over the same axes; so does every array of the result.
     """
 
-    def run(*arrays: jax.Array) -> jax.Array:
-        axes = varying_axes(*arrays)
+    def run(*arrays: Any) -> Any:
+        axes = varying_axes(*jax.tree.leaves(arrays))
         if not axes:
             return function(*arrays)
         own = jax.sharding.PartitionSpec()

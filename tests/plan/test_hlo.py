@@ -122,6 +122,9 @@ def test_flops_of_kernels_are_what_they_declare():
     assert kernel_flops(run) == 123
     (run,) = (run for run in one(line.replace("TARGET", "tpu_custom_call"), "f32[4]").runs if run.instruction.root)
     assert kernel_flops(run) is None
+    scoped = line.replace("TARGET", "tpu_custom_call") + ', metadata={op_name="jit(f)/while/kernel_flops_45/splash"}'
+    (run,) = (run for run in one(scoped, "f32[4]").runs if run.instruction.root)
+    assert kernel_flops(run) == 45
     (run,) = (run for run in one(declared.replace("TARGET", "Sharding"), "f32[4]").runs if run.instruction.root)
     assert kernel_flops(run) == 0
 
