@@ -11,6 +11,9 @@ from typing import Literal
 
 from maxtext.config.architecture import ModelConfig
 from maxtext.config.field import field
+from maxtext.config.optimizer import MuonConfig as MuonConfig
+from maxtext.config.optimizer import OptimConfig as OptimConfig
+from maxtext.config.optimizer import SkipConfig as SkipConfig
 
 Packing = Literal["chunk", "best_fit"]
 PackingTies = Literal["numpy", "stable"]
@@ -19,7 +22,6 @@ EvalRows = Literal["whole", "truncated"]
 Dtype = Literal["float32", "bfloat16"]
 RematMode = Literal["none", "full", "names"]
 RematName = Literal["qkv", "attention", "attention_out", "gate_up", "mlp_out"]
-OptimizerKind = Literal["skip_step_adamw", "adamw"]
 ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
 LARGEST_SEED = 2**32 - 1  # jax keeps the low 32 bits of a seed
@@ -99,34 +101,6 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SkipConfig:
-    """When a step's update is skipped as an outlier (facts of SkipStepAdamW)."""
-
-    window: int = field("Past steps whose loss and grad norm give the mean and deviation.", 128,
-                        also=("rolling_interval_length",), minimum=2)
-    sigma: float = field("A step is skipped beyond the mean plus this many deviations.", 6.0, also=("sigma_factor",),
-                         above=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimConfig:
-    """The optimizer."""
-
-    lr: float = field("Peak learning rate.", also=("learning_rate", "max_lr", "peak_lr"), minimum=0)
-    kind: OptimizerKind = field("skip_step_adamw skips outlier steps; adamw never does.", "skip_step_adamw")
-    betas: tuple[float, float] = field("Decay of the first and second moments.", (0.9, 0.95), minimum=0, maximum=1)
-    eps: float = field("Added to the square root of the second moment.", 1e-8, also=("adam_eps",), above=0)
-    weight_decay: float = field("Decoupled weight decay, scaled by the learning rate.", 0.1, minimum=0)
-    no_decay: tuple[str, ...] = field("Parameters without weight decay: glob patterns on their dotted names.",
-                                      ("embed",))
-    max_grad_norm: float | None = field("Gradients are scaled so that their global L2 norm is at most this; null: off.",
-                                        1.0, also=("gradient_clipping_threshold", "clip_grad_norm", "grad_clip"),
-                                        above=0)
-    skip: SkipConfig = field("Rule of skip_step_adamw.", SkipConfig)
-    step_increment_bugfix: bool = field("False reproduces the reference's old bias correction, frozen at step 1.", True)
-
-
-@dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
     """Learning rate as a function of the update number t, which is 1 for the first update."""
 
@@ -170,7 +144,7 @@ class TrainConfig:
                                     "batch_sequences"), minimum=1)
     gradient_accumulation_steps: int = field("Micro-batches that one update is split into.", 1,
                                              also=("accumulation", "accumulate_steps", "grad_accum"), minimum=1)
-    compute_dtype: Dtype = field("Type of activations and matmuls; weights and moments are always float32.", "bfloat16",
+    compute_dtype: Dtype = field("Type of activations and matmuls; weights are always float32.", "bfloat16",
                                  also=("dtype", "precision"))
     z_loss: float = field("Multiplier of the squared log-partition in the loss.", 1e-5, also=("z_loss_multiplier",),
                           minimum=0)

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from maxtext.config.data_rules import DATA_RULES
 from maxtext.config.model_rules import MODEL_RULES
-from maxtext.config.schema import Config, MeshConfig, SkipConfig
+from maxtext.config.optimizer_rules import OPTIMIZER_RULES
+from maxtext.config.schema import Config, MeshConfig
 from maxtext.config.wording import Problem, default_of, division, either, multiples
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -223,16 +224,6 @@ def _schedule_length(cfg: Config) -> Iterator[Problem]:
             "shorten one of them")
 
 
-def _optimizer(cfg: Config) -> Iterator[Problem]:
-    optim = cfg.optim
-    if optim.kind == "adamw" and optim.skip != SkipConfig():
-        yield "optim.skip", ("optim.skip is set, but optim.kind adamw skips no step; write optim.kind: skip_step_adamw,"
-                             " or remove optim.skip")
-    for i, beta in enumerate(optim.betas):
-        if beta == 1:
-            yield "optim.betas", f"optim.betas[{i}] is 1, which never takes in a new gradient; it must be below 1"
-
-
 def _checkpoints(cfg: Config) -> Iterator[Problem]:
     every, keep = cfg.checkpoint.every, cfg.checkpoint.keep_every
     if keep is not None and every is None:
@@ -293,5 +284,5 @@ def _empty_texts(cfg: Config) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
-    *MODEL_RULES, _batch, _remat, _schedule_kind, _schedule_length, _optimizer, *DATA_RULES,
+    *MODEL_RULES, _batch, _remat, _schedule_kind, _schedule_length, *OPTIMIZER_RULES, *DATA_RULES,
     lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts)

@@ -30,7 +30,7 @@ def small_leaves(cfg: Config, step: int) -> dict[str, np.ndarray]:
         "optimizer.skipped": np.int32(0),
         "rng": np.asarray(jax.random.key_data(jax.random.key(cfg.seed))),
     }
-    if cfg.optim.kind == "skip_step_adamw":
+    if cfg.optim.skips:
         wide = np.where(np.arange(cfg.optim.skip.window) % 2, _WIDE, -_WIDE).astype(np.float32)
         leaves |= {"optimizer.loss_window": wide, "optimizer.grad_norm_window": wide}
     return {name: np.asarray(value) for name, value in leaves.items()}

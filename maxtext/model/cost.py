@@ -11,11 +11,10 @@ import math
 import jax
 
 from maxtext.config.schema import Config, ModelConfig
-from maxtext.config.validate import BATCH_AXES
+from maxtext.config.validate import AXES, BATCH_AXES
 from maxtext.model.decoder import decoder_params
+from maxtext.model.matrices import matrices_of
 from maxtext.parallel.sharding import Param, is_param, spec
-
-STATE_BYTES = 12  # a parameter and its two moments, float32
 
 # Dense bfloat16 FLOP/s of one JAX device, by a substring of its `device_kind`; data sheets of Google Cloud and NVIDIA.
 # TPU v4, v5p: one device a chip. tpu7x: two devices a chip, half of its 2307 TFLOP/s each.
@@ -90,6 +89,22 @@ class Memory:
         return self.weights + self.moments + self.gradients + self.activations + self.logits
 
 
+def state_bytes(cfg: Config) -> int:
+    """Bytes of all weights and moments, on all devices that hold them together."""
+    whole = dict.fromkeys(AXES, 1)
+    return sum(_shard_bytes(p, whole) for p in _params(decoder_params(cfg.model))) + _moments(cfg, whole)
+
+
+def _moments(cfg: Config, mesh_shape: dict[str, int]) -> int:
+    """Bytes of one device's moments: two of each array, one where Muon serves."""
+    declared = decoder_params(cfg.model)
+    found = 0
+    for p, how in zip(_params(declared), matrices_of(declared), strict=True):
+        count = 1 if how is not None and cfg.optim.uses_muon else 2
+        found += count * _shard_bytes(p, mesh_shape) // (2 if cfg.optim.moments_dtype == "bfloat16" else 1)
+    return found
+
+
 def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     """Estimates the training memory of one device.
 
@@ -112,7 +127,7 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     chunk = min(cfg.train.loss_chunk_tokens, tokens)
     return Memory(
         weights=sharded,
-        moments=2 * sharded,
+        moments=_moments(cfg, mesh_shape),
         gradients=sharded * (2 if cfg.train.gradient_accumulation_steps > 1 else 1),
         activations=tokens * per_token * width,
         logits=2 * chunk * cfg.model.vocab_size // mesh_shape["tensor"] * 4,

@@ -1,4 +1,4 @@
-"""AdamW with clipping by global norm and a guard that skips outlier steps, as an optax transformation.
+"""AdamW, or Muon for matrices, with clipping by global norm and a guard that skips outlier steps; for optax.
 
 The rules are those of OLMo-core's SkipStepAdamW (optim/adamw.py, optim/skip_step_optimizer.py) and of its trainer's
 gradient clipping. A step whose loss or gradient norm lies more than `sigma` deviations above the recent mean changes
@@ -12,6 +12,7 @@ Two deliberate differences, both about numbers that the reference lets through:
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 import math
@@ -22,22 +23,26 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxtext.config.schema import Config, SkipConfig
+from maxtext.config.optimizer import OptimConfig, SkipConfig
+from maxtext.config.schema import Config
+from maxtext.model.matrices import Matrices
+from maxtext.train.moments import stored
+from maxtext.train.muon import orthogonalized
 
 PyTree = Any
 
 
-class AdamState(NamedTuple):
+class OptimizerState(NamedTuple):
     """State of the optimizer; moments have the shape, sharding and names of the weights, all else is replicated."""
 
     count: jax.Array  # int32: updates made, without skipped ones; the t of Adam's bias correction
-    mu: PyTree  # float32: first moment
-    nu: PyTree  # float32: second moment
+    mu: PyTree  # optim.moments_dtype: first moment, of Muon the momentum
+    nu: PyTree  # optim.moments_dtype: second moment; None for what Muon updates
     learning_rate: jax.Array  # float32: rate of the last step
     n_recorded: jax.Array  # int32: all steps, with skipped ones; the t of the learning-rate schedule
     skipped: jax.Array  # int32: 1 when the last step was skipped
     loss_window: jax.Array | None  # float32 (window,): ring buffer, the value of step t at (t - 1) mod window
-    grad_norm_window: jax.Array | None  # the same of the gradient norm before clipping; both None for kind adamw
+    grad_norm_window: jax.Array | None  # the same of the gradient norm before clipping; both None if none is skipped
 
 
 def global_norm(tree: PyTree) -> jax.Array:
@@ -59,13 +64,14 @@ def decay_mask_from_names(names: PyTree, patterns: Sequence[str]) -> PyTree:
     return jax.tree.map(lambda name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns), names)
 
 
-def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array],
-                   decay_mask: PyTree) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], decay_mask: PyTree,
+                   matrices: Sequence[Matrices | None] = ()) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer of `cfg.optim`.
 
     Its `update(grads, state, params, *, loss, grad_norm)` takes gradients that are not clipped yet, their global norm
     and the cross-entropy (without z-loss) of the whole global batch. `schedule(t)` gives the rate of step t = 1, 2, ...
-    and `decay_mask` is a tree of Python bool like the weights. Everything is computed in float32.
+    and `decay_mask` is a tree of Python bool like the weights. `matrices` says for each leaf of the weights what Muon
+    orthogonalises; AdamW updates the others, and all with a kind without Muon. Everything is computed in float32.
 
     When weights and state are donated, return them from the step in the order of its arguments: jax pairs donated
     buffers with outputs of the same shape in order, and XLA copies every moment several times when they are crossed.
@@ -74,24 +80,32 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array],
     b1, b2 = optim.betas
     if not (b1 < 1 and b2 < 1):
         raise ValueError(f"optim.betas is [{b1}, {b2}], but both must be below 1; the usual value is [0.9, 0.95]")
-    window = optim.skip.window if optim.kind == "skip_step_adamw" else None
+    window = optim.skip.window if optim.skips else None
 
-    def init(params: PyTree) -> AdamState:
-        def moments() -> PyTree:
-            return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+    def by_muon(leaves: Sequence[Any]) -> list[Matrices | None]:
+        assert not optim.uses_muon or len(matrices) == len(leaves), "Muon needs to know the matrices of every leaf"
+        return list(matrices) if optim.uses_muon else [None] * len(leaves)
+
+    def init(params: PyTree) -> OptimizerState:
+        leaves, treedef = jax.tree.flatten(params)
+
+        def moments(wanted: Sequence[bool]) -> PyTree:
+            return treedef.unflatten([jnp.zeros_like(p, dtype=optim.moments_dtype) if want else None
+                                      for p, want in zip(leaves, wanted, strict=True)])
 
         def values(shape: tuple[int, ...] = (), dtype: Any = jnp.float32) -> jax.Array:
             return jnp.zeros(shape, dtype)  # a new array for each field: donated buffers must not be shared
 
-        return AdamState(
-            count=values(dtype=jnp.int32), mu=moments(), nu=moments(), learning_rate=values(),
+        return OptimizerState(
+            count=values(dtype=jnp.int32), mu=moments([True] * len(leaves)),
+            nu=moments([how is None for how in by_muon(leaves)]), learning_rate=values(),
             n_recorded=values(dtype=jnp.int32), skipped=values(dtype=jnp.int32),
             loss_window=None if window is None else values((window,)),
             grad_norm_window=None if window is None else values((window,)))
 
-    def update(grads: PyTree, state: AdamState, params: PyTree | None = None, *, loss: jax.Array,
-               grad_norm: jax.Array, **_: Any) -> tuple[PyTree, AdamState]:
-        assert params is not None, "AdamW needs the weights"
+    def update(grads: PyTree, state: OptimizerState, params: PyTree | None = None, *, loss: jax.Array,
+               grad_norm: jax.Array, **_: Any) -> tuple[PyTree, OptimizerState]:
+        assert params is not None, "the optimizer needs the weights"
         rate = schedule(state.n_recorded + 1)
         if state.loss_window is None or state.grad_norm_window is None:
             take, loss_window, grad_norm_window = None, None, None
@@ -102,33 +116,97 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array],
             grad_norm_window = _record(state.grad_norm_window, state.n_recorded, grad_norm)
         clip = 1.0 if optim.max_grad_norm is None else jnp.minimum(1.0, optim.max_grad_norm / (grad_norm + 1e-6))
         t = (state.count + 1 if optim.step_increment_bugfix else jnp.ones_like(state.count)).astype(jnp.float32)
-        correction1, correction2 = _bias_correction(b1, t), jnp.sqrt(_bias_correction(b2, t))
+        common = _Common(optim, rate, clip, take, t, state.n_recorded)
 
-        def leaf(decays: bool, g: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
-            g = g.astype(jnp.float32) * clip
-            new_m = m + (1 - b1) * (g - m)
-            new_v = b2 * v + (1 - b2) * (g * g)
-            if take is not None:  # a select, not a factor: NaN * 0 is NaN
-                new_m, new_v = jnp.where(take, new_m, m), jnp.where(take, new_v, v)
-            change = (-rate / correction1) * new_m / (jnp.sqrt(new_v) / correction2 + optim.eps)
-            if decays and optim.weight_decay:
-                change -= (rate * optim.weight_decay) * p  # before the Adam update, so of the old weight
-            # -0.0 is the number that changes no bit of what it is added to, not even of a -0.0.
-            return change if take is None else jnp.where(take, change, -0.0), new_m, new_v
-
-        p_leaves, treedef = jax.tree.flatten(params)
-        columns = [jax.tree.leaves(decay_mask), *(treedef.flatten_up_to(x) for x in (grads, state.mu, state.nu))]
-        assert len(columns[0]) == len(p_leaves), "decay_mask must be a tree of bool like the weights"
-        results = [leaf(*row) for row in zip(*columns, p_leaves, strict=True)]
-        changes, mu, nu = (treedef.unflatten(column) for column in zip(*results, strict=True))
+        leaves, treedef = jax.tree.flatten(params)
+        decays = jax.tree.leaves(decay_mask)
+        assert len(decays) == len(leaves), "decay_mask must be a tree of bool like the weights"
+        columns = (treedef.flatten_up_to(x) for x in (grads, state.mu, state.nu))
+        rows = [_Leaf(*row) for row in zip(range(len(leaves)), decays, leaves, *columns, strict=True)]
+        orthogonal = [(row, how) for row, how in zip(rows, by_muon(leaves), strict=True) if how is not None]
+        results = _muon(common, orthogonal) if orthogonal else {}
+        results |= {row.index: _adamw(common, row) for row in rows if row.index not in results}
+        changes, mu, nu = (treedef.unflatten(column) for column in
+                           zip(*(results[row.index] for row in rows), strict=True))
         taken = jnp.int32(1) if take is None else take.astype(jnp.int32)
-        return changes, AdamState(
+        return changes, OptimizerState(
             count=state.count + (taken if optim.step_increment_bugfix else 0), mu=mu, nu=nu, learning_rate=rate,
             n_recorded=state.n_recorded + 1, skipped=1 - taken, loss_window=loss_window,
             grad_norm_window=grad_norm_window)
 
     # optax's types know no state that is a NamedTuple and no required keyword.
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+class _Leaf(NamedTuple):
+    """One array of the weights, and what belongs to it."""
+
+    index: int
+    decays: bool
+    p: jax.Array
+    g: jax.Array
+    m: jax.Array
+    v: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Common:
+    """What all arrays share in one step."""
+
+    optim: OptimConfig
+    rate: jax.Array
+    clip: jax.Array | float  # the gradients' factor
+    take: jax.Array | None  # bool scalar; False: the step is skipped. None: no step ever is
+    t: jax.Array  # float32: of the bias correction
+    step: jax.Array  # int32: steps before this one
+
+    def clipped(self, leaf: _Leaf) -> jax.Array:
+        return leaf.g.astype(jnp.float32) * self.clip
+
+    def unless_skipped(self, new: jax.Array, old: jax.Array | float = -0.0) -> jax.Array:
+        """The new value, or the old one: by a select, not a factor, because NaN * 0 is NaN.
+
+        -0.0 is the number that changes no bit of what it is added to, not even of a -0.0.
+        """
+        return new if self.take is None else jnp.where(self.take, new, old)
+
+    def stored(self, moment: jax.Array, leaf: _Leaf, which: int) -> jax.Array:
+        return stored(moment, self.optim.moments_dtype, self.step, 2 * leaf.index + which)
+
+
+def _adamw(common: _Common, leaf: _Leaf) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The change of one array, and its new moments."""
+    optim, (b1, b2), (_, decays, p, _, m, v) = common.optim, common.optim.betas, leaf
+    assert v is not None
+    g, m, v = common.clipped(leaf), m.astype(jnp.float32), v.astype(jnp.float32)
+    new_m = common.unless_skipped(m + (1 - b1) * (g - m), m)
+    new_v = common.unless_skipped(b2 * v + (1 - b2) * (g * g), v)
+    correction1, correction2 = _bias_correction(b1, common.t), jnp.sqrt(_bias_correction(b2, common.t))
+    change = (-common.rate / correction1) * new_m / (jnp.sqrt(new_v) / correction2 + optim.eps)
+    if decays and optim.weight_decay:
+        change -= (common.rate * optim.weight_decay) * p  # before the Adam update, so of the old weight
+    return common.unless_skipped(change), common.stored(new_m, leaf, 0), common.stored(new_v, leaf, 1)
+
+
+def _muon(common: _Common, leaves: Sequence[tuple[_Leaf, Matrices]]) -> dict[int, tuple[jax.Array, jax.Array, None]]:
+    """The change of each array made of matrices, and its new momentum."""
+    optim, muon = common.optim, common.optim.muon
+    rate = common.rate if muon.lr is None else common.rate * (muon.lr / optim.lr)
+    decay = optim.weight_decay if muon.weight_decay is None else muon.weight_decay
+    momenta, heading = [], []
+    for leaf, _ in leaves:
+        g, m = common.clipped(leaf), leaf.m.astype(jnp.float32)
+        new_m = m + (1 - muon.momentum) * (g - m)
+        heading.append(g + muon.momentum * (new_m - g) if muon.nesterov else new_m)
+        momenta.append(common.stored(common.unless_skipped(new_m, m), leaf, 0))
+    results = {}
+    directions = orthogonalized(heading, [how for _, how in leaves], muon)
+    for (leaf, _), direction, momentum in zip(leaves, directions, momenta, strict=True):
+        change = -rate * direction
+        if leaf.decays and decay:
+            change -= (rate * decay) * leaf.p
+        results[leaf.index] = common.unless_skipped(change), momentum, None
+    return results
 
 
 def _bias_correction(beta: float, t: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from maxtext.config.load import ConfigError, load
 from maxtext.config.schema import Config
 
 # A change of one of these would make the continuation another model or another data order.
-FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.skip.window")
+FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.moments_dtype", "optim.skip.window")
 # Where the data lies may change; the data position in the checkpoint knows the data itself by its fingerprint.
 MOVABLE = re.compile(r"data\.(prepared|sources\.[^.]+\.(paths|root|mix))")
 QUIET = ("data.prefetch", "data.workers", "description", "output_dir", "run_name", "mesh.", "checkpoint.", "eval.",

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.config.schema import Config
 from maxtext.model.decoder import Decoder, decoder_params, init_decoder, leaf_names
+from maxtext.model.matrices import matrices_of
 from maxtext.parallel.sharding import is_param
 from maxtext.train.optim import decay_mask_from_names, make_optimizer
 from maxtext.train.schedule import make_schedule
@@ -30,7 +31,7 @@ def optimizer_of(cfg: Config) -> optax.GradientTransformationExtraArgs:
     declared = decoder_params(cfg.model)
     decays = decay_mask_from_names(leaf_names(declared), cfg.optim.no_decay)
     trained = jax.tree.map(lambda p: p.trained, declared, is_leaf=is_param)
-    return make_optimizer(cfg, make_schedule(cfg), jax.tree.map(operator.and_, decays, trained))
+    return make_optimizer(cfg, make_schedule(cfg), jax.tree.map(operator.and_, decays, trained), matrices_of(declared))
 
 
 def init_state(cfg: Config) -> TrainState:

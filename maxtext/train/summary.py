@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from maxtext.config.schema import Config, ModelConfig
-from maxtext.model.cost import STATE_BYTES, count_non_embedding, count_params, flops_per_token, memory_per_device
-from maxtext.model.decoder import Layer, segments
+from maxtext.model.cost import count_non_embedding, count_params, flops_per_token, memory_per_device, state_bytes
+from maxtext.model.decoder import Layer, decoder_params, segments
+from maxtext.model.matrices import matrices_of
+from maxtext.parallel.sharding import is_param
 from maxtext.train.schedule import learning_rate
 
 Rows = list[tuple[str, str]]
@@ -70,8 +74,21 @@ def run_rows(cfg: Config) -> Rows:
         ("batch", f"{t.global_batch:,} sequences x {cfg.data.sequence_length:,} = {cfg.batch_tokens:,} tokens{split}"),
         ("updates", f"{t.steps:,} updates, {t.steps * cfg.batch_tokens:,} tokens"),
         ("schedule", f"{s.kind}, warm-up {s.warmup_steps:,}, ends at {cfg.schedule_steps:,}; lr {rates}"),
-        ("precision", f"compute {t.compute_dtype}, weights and moments float32"),
+        ("precision", f"compute {t.compute_dtype}, weights float32, moments {cfg.optim.moments_dtype}"),
+        ("optimizer", optimizer_row(cfg)),
     ]
+
+
+def optimizer_row(cfg: Config) -> str:
+    """The kind of optimizer, and which weights Muon updates at which peak rate."""
+    if not cfg.optim.uses_muon:
+        return cfg.optim.kind
+    declared = decoder_params(cfg.model)
+    leaves = jax.tree.leaves(declared, is_leaf=is_param)
+    shared = [(math.prod(p.shape), how is not None) for p, how in zip(leaves, matrices_of(declared), strict=True)]
+    part = sum(size for size, is_matrix in shared if is_matrix) / sum(size for size, _ in shared)
+    lr = cfg.optim.lr if cfg.optim.muon.lr is None else cfg.optim.muon.lr
+    return f"{cfg.optim.kind}: Muon for {part:.1%} of the weights at peak lr {lr:g}, AdamW for the others"
 
 
 def data_rows(description: Mapping[str, Any], sets: Collection[str]) -> Rows:
@@ -106,7 +123,7 @@ def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str) -> Rows:
     return [
         ("mesh", f"{axes} ({kind})"),
         ("memory", f"about {_bytes(memory.total)} a device: {split}"),
-        ("checkpoint", f"{_bytes(STATE_BYTES * count_params(cfg.model))} each, {every}, {kept}"),
+        ("checkpoint", f"{_bytes(state_bytes(cfg))} each, {every}, {kept}"),
         ("outputs", cfg.run_dir),
     ]
 

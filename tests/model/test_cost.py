@@ -1,5 +1,6 @@
 """Parameter and FLOP counts against OLMo-core's own (oracles/model_sizes.json), and the memory estimate."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ from maxtext.model.cost import (
     flops_per_token,
     memory_per_device,
     peak_flops,
+    state_bytes,
 )
 from maxtext.train.state import abstract_state
 from tests.tiny import mesh_of, tiny_config, tiny_model
@@ -49,11 +51,15 @@ LATENT = tiny_model(d_ff=48, n_kv_heads=None, head_dim=None, qk_norm="none", lat
                                   expert_bias=True))
 
 
-@pytest.mark.parametrize(("model", "shape", "expert"), [
-    (tiny_model(), (1, 1, 1), 1), (tiny_model(), (1, 8, 1), 1), (tiny_model(), (2, 2, 2), 1),
-    (tiny_model(), (1, 2, 4), 1), (LATENT, (1, 2, 2), 2), (LATENT, (1, 1, 1), 4)])
-def test_state_bytes_are_those_of_the_state(model, shape, expert):
+MUON = {"kind": "muon", "moments_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(("model", "shape", "expert", "optim"), [
+    (tiny_model(), (1, 1, 1), 1, {}), (tiny_model(), (1, 8, 1), 1, MUON), (tiny_model(), (2, 2, 2), 1, {}),
+    (tiny_model(), (1, 2, 4), 1, {}), (LATENT, (1, 2, 2), 2, {}), (LATENT, (1, 1, 1), 4, MUON)])
+def test_state_bytes_are_those_of_the_state(model, shape, expert, optim):
     cfg, mesh = tiny_config(model), mesh_of(shape, expert)
+    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **optim))
     state = abstract_state(cfg, mesh)
 
     def bytes_of(tree):
@@ -62,6 +68,8 @@ def test_state_bytes_are_those_of_the_state(model, shape, expert):
     memory = memory_per_device(cfg, dict(mesh.shape))
     assert memory.weights == bytes_of(state.params)
     assert memory.moments == bytes_of((state.optimizer.mu, state.optimizer.nu))
+    weights = state.params, state.optimizer.mu, state.optimizer.nu
+    assert state_bytes(cfg) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
 
 
 def test_remat_orders_activation_memory():

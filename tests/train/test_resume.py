@@ -42,6 +42,7 @@ def test_the_same_config_says_nothing(runs: Runs):
     ("seed=1", "seed", 0, 1),
     ("train.global_batch=16", "train.global_batch", 8, 16),
     ("optim.kind=adamw", "optim.kind", "skip_step_adamw", "adamw"),
+    ("optim.moments_dtype=bfloat16", "optim.moments_dtype", "float32", "bfloat16"),
     ("optim.skip.window=64", "optim.skip.window", 128, 64),
 ])
 def test_another_model_data_order_or_optimizer_is_refused_by_name(runs: Runs, override: str, key: str, before: Any,
