@@ -26,9 +26,9 @@ class SkipConfig:
 class MuonConfig:
     """Muon for the matrices inside blocks (kinds muon and skip_step_muon); AdamW keeps all else."""
 
-    lr: float | None = field("Peak learning rate of the matrices, on the same schedule; null: optim.lr.", None,
+    matrix_lr: float | None = field("Peak learning rate of the matrices, on the same schedule; null: optim.lr.", None,
                              also=("muon_lr",), above=0)
-    weight_decay: float | None = field("Decoupled weight decay of the matrices; null: optim.weight_decay.", None,
+    matrix_weight_decay: float | None = field("Decoupled weight decay of the matrices; null: optim.weight_decay.", None,
                                        also=("muon_weight_decay",), minimum=0)
     momentum: float = field("Decay of the running mean of gradients that is orthogonalised.", 0.95,
                             also=("muon_momentum", "muon_beta"), minimum=0, maximum=1)
@@ -36,7 +36,7 @@ class MuonConfig:
     ns_steps: int = field("Newton-Schulz iterations.", 5, also=("muon_ns_steps", "backend_steps"), minimum=1)
     scale: MuonScale = field(
         "Factor of a matrix of `in` by `out`: adamw_rms = 0.2 sqrt(max(in, out)), so that AdamW's rates fit (Liu et "
-        "al. 2025); aspect = sqrt(max(1, out / in)), which wants a rate of its own in muon.lr (Jordan 2024).",
+        "al. 2025); aspect = sqrt(max(1, out / in)), which wants a rate of its own in muon.matrix_lr (Jordan 2024).",
         "adamw_rms", also=("adjust_lr_fn", "muon_scale"))
     dtype: StateDtype = field("Type in which matrices are exchanged between devices and orthogonalised.", "float32")
 

@@ -29,9 +29,9 @@ def _decays(cfg: Config) -> Iterator[Problem]:
 
 def _rates(cfg: Config) -> Iterator[Problem]:
     optim = cfg.optim
-    if optim.uses_muon and optim.muon.lr is not None and optim.lr == 0:
-        yield "optim.muon.lr", (f"optim.muon.lr is {optim.muon.lr}, but optim.lr is 0, whose schedule both follow; set "
-                                "optim.lr above 0")
+    if optim.uses_muon and optim.muon.matrix_lr is not None and optim.lr == 0:
+        yield "optim.muon.matrix_lr", (f"optim.muon.matrix_lr is {optim.muon.matrix_lr}, but optim.lr is 0, whose "
+                                       "schedule both follow; set optim.lr above 0")
 
 
 OPTIMIZER_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (_kind, _decays, _rates)

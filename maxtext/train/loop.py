@@ -321,8 +321,8 @@ def step_record(cfg: Config, step: int, values: dict[str, float], seconds: float
         "time/step (s)": seconds,
         "memory/host (GiB)": host_memory_gib(),
     }
-    if cfg.optim.uses_muon and cfg.optim.muon.lr is not None:
-        record["optim/LR (Muon)"] = values["learning_rate"] * cfg.optim.muon.lr / cfg.optim.lr
+    if cfg.optim.uses_muon and cfg.optim.muon.matrix_lr is not None:
+        record["optim/LR (Muon)"] = values["learning_rate"] * cfg.optim.muon.matrix_lr / cfg.optim.lr
     if values["cross_entropy"] < 10:  # as the reference: a larger one says nothing
         record["train/PPL"] = math.exp(values["cross_entropy"])
     peak = peak_flops(mesh.devices.flat[0].device_kind)

@@ -191,8 +191,8 @@ def _adamw(common: _Common, leaf: _Leaf) -> tuple[jax.Array, jax.Array, jax.Arra
 def _muon(common: _Common, leaves: Sequence[tuple[_Leaf, Matrices]]) -> dict[int, tuple[jax.Array, jax.Array, None]]:
     """The change of each array made of matrices, and its new momentum."""
     optim, muon = common.optim, common.optim.muon
-    rate = common.rate if muon.lr is None else common.rate * (muon.lr / optim.lr)
-    decay = optim.weight_decay if muon.weight_decay is None else muon.weight_decay
+    rate = common.rate if muon.matrix_lr is None else common.rate * (muon.matrix_lr / optim.lr)
+    decay = optim.weight_decay if muon.matrix_weight_decay is None else muon.matrix_weight_decay
     momenta, heading = [], []
     for leaf, _ in leaves:
         g, m = common.clipped(leaf), leaf.m.astype(jnp.float32)

@@ -87,7 +87,7 @@ def optimizer_row(cfg: Config) -> str:
     leaves = jax.tree.leaves(declared, is_leaf=is_param)
     shared = [(math.prod(p.shape), how is not None) for p, how in zip(leaves, matrices_of(declared), strict=True)]
     part = sum(size for size, is_matrix in shared if is_matrix) / sum(size for size, _ in shared)
-    lr = cfg.optim.lr if cfg.optim.muon.lr is None else cfg.optim.muon.lr
+    lr = cfg.optim.lr if cfg.optim.muon.matrix_lr is None else cfg.optim.muon.matrix_lr
     return f"{cfg.optim.kind}: Muon for {part:.1%} of the weights at peak lr {lr:g}, AdamW for the others"
 
 

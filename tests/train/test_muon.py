@@ -76,7 +76,8 @@ def polynomial(matrix: np.ndarray, steps: int) -> np.ndarray:
 def reference(cfg: Config, weights: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]]):
     """The matrices after some updates at a constant rate, in float64."""
     o, muon = cfg.optim, cfg.optim.muon
-    rate, decay = muon.lr or o.lr, o.weight_decay if muon.weight_decay is None else muon.weight_decay
+    rate = muon.matrix_lr or o.lr
+    decay = o.weight_decay if muon.matrix_weight_decay is None else muon.matrix_weight_decay
     p = {name: x.astype(np.float64) for name, x in weights.items() if is_matrix(name)}
     m = {name: np.zeros_like(x) for name, x in p.items()}
     for grads in gradients:
@@ -146,8 +147,8 @@ def test_every_array_of_a_block_is_a_matrix_or_adamws(family: str):
 
 @pytest.mark.parametrize(("family", "options"), [
     ("olmo3", {}), ("deepseek_v3", {}),
-    pytest.param("olmo3", {"scale": "aspect", "lr": 0.02, "weight_decay": 0.0, "nesterov": False, "ns_steps": 3,
-                           "momentum": 0.9}, marks=pytest.mark.one_pass)])
+    pytest.param("olmo3", {"scale": "aspect", "matrix_lr": 0.02, "matrix_weight_decay": 0.0, "nesterov": False,
+                           "ns_steps": 3, "momentum": 0.9}, marks=pytest.mark.one_pass)])
 def test_updates_equal_float64(family: str, options: dict[str, Any]):
     cfg, mesh = config(family, **options), mesh_of((1, 1, 1))
     params, state = on_one_device(family) if not options else updated(cfg, mesh)
@@ -231,8 +232,8 @@ def test_singular_values_come_near_one():
 @pytest.mark.one_pass
 def test_a_run_resumes_to_the_same_bits(runs: Runs, capsys: pytest.CaptureFixture[str]):
     """With moments in bfloat16, whose rounding is drawn anew at each step."""
-    options = ("optim.kind=skip_step_muon", "optim.muon.lr=0.02", "optim.moments_dtype=bfloat16", "eval.every=null",
-               "checkpoint.every=2")
+    options = ("optim.kind=skip_step_muon", "optim.muon.matrix_lr=0.02", "optim.moments_dtype=bfloat16",
+               "eval.every=null", "checkpoint.every=2")
     straight, stopped = (runs.config(name, *options, "train.steps=4") for name in ("straight", "stopped"))
     loop.train(straight, devices=some_devices(1))
     shutil.copytree(straight.run_dir, stopped.run_dir)
