@@ -202,13 +202,15 @@ def test_settings_that_cannot_help_are_not_named():
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("v5:4x4x4", "unknown chip 'v5'; did you mean 'v5[pe]'? Known are tpu7x, v6e, v5p, v5e, cpu"),
+    ("v5:4x4x4", "unknown chip 'v5'; did you mean 'v5[pe]'? Known are tpu7x, v6e, v5p, v5e, h100, "),
     ("tpu7:4x4x4", "did you mean 'tpu7x'?"),
     ("v5p:4x4", "form a 3D torus, so the shape has 3 numbers, not 2; write for instance v5p:4x4x4"),
     ("v6e:16x16x2", "form a 2D torus, so the shape has 2 numbers, not 3"),
     ("cpu:2x4", "virtual CPU devices are counted, so the shape has 1 number, not 2"),
     ("v5p", "write the chip and its shape, such as v5p:4x4x4"),
     ("cpu:0", "such as cpu:8"),
+    ("h100:8", "h100 has nodes and GPUs in a node, so the shape has 2 numbers, not 1; write for instance h100:8x8"),
+    ("h100:4x16", "one switch joins at most 8 GPUs of h100, not 16"),
 ])
 def test_topologies_that_are_none(text: str, message: str):
     with pytest.raises(PlanError) as error:
@@ -220,6 +222,8 @@ def test_devices_of_each_chip():
     assert read_target("tpu7x:4x4x4").n_devices == 128
     assert read_target("v5p:4x4x8").n_devices == 128
     assert read_target("v6e:16x16").n_devices == 256
+    assert read_target("h100:4x8").n_devices == 32
+    assert (read_target("v5p:4x4x4", 2).n_devices, read_target("v5p:4x4x4", 2).name) == (128, "2 x v5p:4x4x4")
     with pytest.raises(PlanError, match="already has 8 CPU devices; start a new one"):
         make_devices(read_target("cpu:9"))
 
@@ -333,6 +337,40 @@ def test_a_tpu_program_computes_what_the_cpu_program_does(config_file: str, prog
     assert 0 < made["estimate"]["mfu"] < 100
 
 
+def test_only_tpus_have_slices():
+    for text in ("cpu:8", "h100:8x8"):
+        with pytest.raises(PlanError, match="only TPUs have slices"):
+            read_target(text, 2)
+
+
+def test_collectives_between_slices_and_nodes_take_the_time_of_the_network():
+    """Half of 8 GB that 8 members of a slice share goes to the other slice: 0.5 GB a device at 6.25 GB/s, twice."""
+    mesh = {"data": 2, "fsdp": 8, "expert": 1, "tensor": 1}
+    row = Traffic("all-reduce", "data", 2, False, 1, 10**9)
+    target = read_target("v5p:2x2x2", 2)
+    slow = estimate(config(), target, made_program(mesh=mesh, traffic=(row,), torus_dims={"data": 0}))
+    assert slow.exposed_seconds == pytest.approx(1e9 / 6.25e9, rel=1e-3)
+    assert any(line.startswith("between slices 6.25 GB/s") for line in slow.assumptions)
+    gathers = (Traffic("all-gather", "fsdp", 8, True, 2, 7 * 10**9),)
+    fast = estimate(config(), read_target("h100:1x8"), made_program(traffic=gathers, torus_dims={"fsdp": 1}))
+    assert fast.hidden_seconds == pytest.approx(7e9 / 370e9, rel=1e-2)
+    assert any(line.startswith("NVLink 450 GB/s") for line in fast.assumptions)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the cuda extra")
+def test_devices_of_gpus_that_are_not_here():
+    devices = make_devices(read_target("h100:4x8"))
+    assert len(devices) == 32
+    assert {device.process_index for device in devices} == {0, 1, 2, 3}
+    assert "H100" in devices[0].device_kind
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="compiling for a TPU needs the tpu extra")
+def test_devices_of_several_slices():
+    devices = make_devices(read_target("v5e:4x2", 2))
+    assert [device.slice_index for device in devices] == [0] * 8 + [1] * 8
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--topology", "v9:4x4x4"], "unknown chip 'v9'"),
     (["--topology", "cpu:6"], "mesh.fsdp 8"),
@@ -346,16 +384,20 @@ def test_mistakes_exit_with_2_before_anything_is_compiled(config_file: str, argu
     assert message in capsys.readouterr().err
 
 
-def test_without_libtpu_the_message_says_what_to_install(config_file: str, monkeypatch: pytest.MonkeyPatch,
+def test_without_a_compiler_the_message_says_what_to_install(config_file: str, monkeypatch: pytest.MonkeyPatch,
                                                          capsys: pytest.CaptureFixture[str]):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run([config_file, "--topology", "v5p:2x2x2"]) == 2
     assert "pip install 'maxtext[tpu]'" in capsys.readouterr().err
+    assert run([config_file, "--topology", "h100:1x8"]) == 2
+    assert "pip install 'maxtext[cuda]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tpu7x", "TPU7x"), ("v6e", "TPU v6 lite"), ("v5p", "TPU v5"),
-                                            ("v5e", "TPU v5 lite")])
+                                            ("v5e", "TPU v5 lite"), ("h100", "NVIDIA H100 80GB HBM3"),
+                                            ("h200", "NVIDIA H200"), ("b200", "NVIDIA B200"),
+                                            ("gb200", "NVIDIA GB200")])
 def test_the_peaks_are_those_that_a_run_takes_for_its_mfu(name: str, kind: str):
-    """By the names that libtpu 0.0.52 gives its devices."""
+    """By the names that libtpu 0.0.52 and CUDA give their devices."""
     assert CHIPS[name].peak_flops == peak_flops(kind)
