@@ -7,6 +7,7 @@ devices, saved state); 3 training failed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
@@ -87,21 +88,31 @@ def train(argv: Sequence[str] | None = None) -> int:
 
 def _dry_run(cfg: Config, n_devices: int | None) -> int:
     from maxtext.config.validate import AXES, mesh_problems, resolve_mesh
+    from maxtext.model.choose_mesh import settled
+    from maxtext.parallel.mesh import MeshError
+    from maxtext.parallel.network import network_of
     from maxtext.train.console import Console
     from maxtext.train.summary import device_rows, model_rows, run_rows
 
     sizes = [getattr(cfg.mesh, axis) for axis in AXES]
-    if n_devices is None and -1 in sizes:
+    why: tuple[str, ...] = ()
+    if cfg.mesh.auto or (n_devices is None and -1 in sizes):
         import jax
 
-        n_devices, kind = jax.device_count(), jax.devices()[0].device_kind
+        here = n_devices is None
+        n_devices, kind = (jax.device_count(), jax.devices()[0].device_kind) if here else (n_devices, "planned")
+        network = network_of(jax.devices())
+        try:
+            cfg, why = settled(cfg, n_devices, network if here else dataclasses.replace(network, domain=n_devices))
+        except MeshError as error:
+            return _mistake(error)
     else:
         n_devices, kind = (math.prod(sizes) if n_devices is None else n_devices), "planned"
     problems = mesh_problems(cfg, n_devices)
     if problems:
         return _mistake("\n".join(f"{key}: {message}" for key, message in problems))
     shape = resolve_mesh(cfg.mesh, n_devices)
-    rows = model_rows(cfg) + run_rows(cfg) + device_rows(cfg, shape, kind)
+    rows = model_rows(cfg) + run_rows(cfg) + device_rows(cfg, shape, kind, why)
     Console().table(f"Dry run of {cfg.run_name}: nothing is allocated, read or written", rows)
     return 0
 
@@ -161,9 +172,29 @@ def _plan(argv: list[str]) -> int:
 
 
 def _config(argv: list[str]) -> int:
+    from maxtext.config.load import load
     from maxtext.config.show import run
 
-    return run(argv)
+    code = run(argv)
+    if code == 0 and argv[:1] == ["show"] and load(argv[1], argv[2:]).mesh.auto:
+        _explain_mesh(load(argv[1], argv[2:]))
+    return code
+
+
+def _explain_mesh(cfg: Config) -> None:
+    """What `mesh: auto` means on the devices of this machine, as a comment of the YAML."""
+    import jax
+
+    from maxtext.model.choose_mesh import settled
+    from maxtext.parallel.mesh import MeshError
+    from maxtext.parallel.network import network_of
+
+    devices = jax.devices()
+    try:
+        why = settled(cfg, len(devices), network_of(devices))[1]
+    except MeshError as error:
+        why = (str(error),)
+    print(f"# mesh: auto on {len(devices)} x {devices[0].device_kind}: {'; '.join(why)}")
 
 
 def _data(argv: list[str]) -> int:

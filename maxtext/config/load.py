@@ -118,9 +118,14 @@ class _Overlay:
         if section and isinstance(node, Scalar) and node.is_null and _is_optional(kind):
             for key in [key for key in self.settings if key[:len(path)] == path]:
                 del self.settings[key]  # back to its defaults
+        elif section and "auto" in _hints(kind) and isinstance(node, Scalar) and node.plain and node.text == "auto":
+            for key in [key for key in self.settings if key[:len(path)] == path]:
+                del self.settings[key]  # what it chooses replaces all that was set
+            self.settings[*path, "auto"] = _Setting(True, where)
         elif (section or named) and not isinstance(node, Mapping):
             keys = ", ".join(_hints(kind)) if section else "its named items"
-            self.fault(where, path, f"{shown(node)} where a section is expected; give a mapping of {keys}")
+            word = "auto, or " if section and "auto" in _hints(kind) else ""
+            self.fault(where, path, f"{shown(node)} where a section is expected; give {word}a mapping of {keys}")
         elif section:
             assert isinstance(node, Mapping)
             self.merge(kind, node, path)

@@ -162,6 +162,8 @@ class TrainConfig:
 class MeshConfig:
     """Sizes of the mesh axes. One of them may be -1: it takes the devices that are left."""
 
+    auto: bool = field("Whether the sizes are chosen for the model and the devices; `mesh: auto` says the same.", False)
+
     data: int = field("Replicas: each holds all weights and its share of the batch.", 1, also=("dp", "replicate"),
                       minimum=-1)
     fsdp: int = field("Devices that share weights, optimizer state and batch.", -1, also=("zero", "shard"), minimum=-1)

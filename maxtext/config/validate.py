@@ -136,6 +136,8 @@ def _resolve(mesh: MeshConfig, n_devices: int) -> dict[str, int] | list[Problem]
     wrong = list(_mesh(mesh))
     if wrong:
         return wrong
+    if mesh.auto:
+        return [("mesh", "mesh: auto has not been settled for these devices")]
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     free = next((axis for axis in AXES if sizes[axis] == -1), None)
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -162,6 +164,11 @@ def _misfits(shared: list[tuple[str, int]], axis: str, asked: int, size: int, n_
 
 
 def _mesh(mesh: MeshConfig) -> Iterator[Problem]:
+    if mesh.auto:
+        for axis in AXES:
+            if getattr(mesh, axis) != default_of(mesh, axis):
+                yield f"mesh.{axis}", (f"mesh.auto chooses the sizes, but mesh.{axis} {getattr(mesh, axis)} is set; "
+                                       "remove one of them, or write mesh: auto, which forgets earlier sizes")
     free = [axis for axis in AXES if getattr(mesh, axis) == -1]
     if len(free) > 1:
         yield f"mesh.{free[1]}", (f"only one axis may be -1, but {' and '.join(f'mesh.{axis}' for axis in free)} are; "

@@ -140,6 +140,8 @@ def on_these_devices(cfg: Config, overrides: Sequence[str], note: Callable[[str]
     devices = jax.device_count()
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=devices,
                                                              gradient_accumulation_steps=1))
+    if cfg.mesh.auto:  # it chooses for training
+        return dataclasses.replace(cfg, mesh=MeshConfig(data=1, fsdp=devices, tensor=1))
     asked = any(word.startswith("mesh.") for word in overrides)
     if asked or not mesh_problems(cfg, devices):
         return cfg

@@ -113,13 +113,14 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     intermediates, which is alive while that block is differentiated. Experts are taken to be evenly loaded.
 
     Args:
-      mesh_shape: size of each mesh axis.
+      mesh_shape: size of each mesh axis; 1 of those left out.
     """
     sharded = sum(_shard_bytes(p, mesh_shape) for p in _params(decoder_params(cfg.model)))
-    batch_ways = math.prod(mesh_shape[axis] for axis in BATCH_AXES)
-    tokens = cfg.batch_tokens // cfg.train.gradient_accumulation_steps // batch_ways
+    ways = math.prod(mesh_shape.get(axis, 1) for axis in {*BATCH_AXES, "context"})
+    tokens = cfg.batch_tokens // cfg.train.gradient_accumulation_steps // ways
     width = 2 if cfg.train.compute_dtype == "bfloat16" else 4
-    blocks = {routed: _block_activations(cfg.model, mesh_shape["tensor"], routed) for routed in cfg.model.routed_layers}
+    tensor = mesh_shape.get("tensor", 1)
+    blocks = {routed: _block_activations(cfg.model, tensor, routed) for routed in cfg.model.routed_layers}
     remat, per_token = cfg.train.remat, max(everything for _, everything in blocks.values())
     for routed in cfg.model.routed_layers:
         tags, everything = blocks[routed]
@@ -131,7 +132,7 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
         moments=_moments(cfg, mesh_shape),
         gradients=sharded * (2 if cfg.train.gradient_accumulation_steps > 1 else 1),
         activations=tokens * per_token * width,
-        logits=2 * chunk * cfg.model.vocab_size // mesh_shape["tensor"] * 4,
+        logits=2 * chunk * cfg.model.vocab_size // tensor * 4,
     )
 
 
@@ -140,7 +141,7 @@ def _shard_bytes(p: Param, mesh_shape: dict[str, int]) -> int:
     ways = 1
     for axes in spec(*p.dims):
         for axis in (axes,) if isinstance(axes, str) else axes or ():
-            ways *= mesh_shape[axis]
+            ways *= mesh_shape.get(axis, 1)
     return 4 * -(-math.prod(p.shape) // ways)
 
 

@@ -18,7 +18,15 @@ from maxtext.config.reason import placed
 from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
 from maxtext.config.validate import AXES, mesh_problems
-from maxtext.plan.topology import PlanError, Target, compiler_flags, make_devices, prepare_process, read_target
+from maxtext.plan.topology import (
+    PlanError,
+    Target,
+    compiler_flags,
+    make_devices,
+    prepare_process,
+    read_target,
+    stay_on_cpu,
+)
 
 if TYPE_CHECKING:
     from maxtext.plan.program import Program, Refusal
@@ -30,6 +38,32 @@ CODE = ("data", "kernels", "model", "parallel", "plan", "train")
 
 def run(argv: list[str]) -> int:
     """The verb; 0 the run fits, 1 it does not, 2 a mistake in what was asked for."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    try:
+        cfg = load(find_config(args.config), args.overrides)
+        target = read_target(args.topology or _local(cfg), args.slices)
+        stay_on_cpu()
+        why: tuple[str, ...] = ()
+        if cfg.mesh.auto:
+            cfg, why = _settled(cfg, target)
+        wrong = mesh_problems(cfg, target.n_devices)
+        if wrong:
+            raise PlanError("\n".join(f"{key}: {message}" for key, message in wrong))
+        for option in ("json", "plot"):
+            file = getattr(args, option)
+            if file not in (None, "-") and not Path(file).absolute().parent.is_dir():
+                raise PlanError(f"--{option} {file}: its folder does not exist; make it first")
+        _check_options(args, target)
+        return _answer(cfg, target, args, why)
+    except ConfigError as error:
+        return print_problems(error)
+    except (PlanError, OSError) as error:
+        print(placed(error), file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="maxtext plan",
         description="Compile a run's train step for a machine that is not here, and tell memory, FLOPs, collectives "
@@ -37,29 +71,44 @@ def run(argv: list[str]) -> int:
     parser.add_argument("config", help="a YAML, or its name in configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.remat.mode=full")
     parser.add_argument("--topology", metavar="CHIP:SHAPE",
-                        help="tpu7x:4x4x4, v5p:4x4x8, v6e:16x16, v5e:16x16 (all need libtpu: "
-                             "pip install 'maxtext[tpu]') or cpu:8; by default the CPU with the config's mesh")
+                        help="tpu7x:4x4x4, v5p:4x4x8, v6e:16x16, v5e:16x16 (these need libtpu: "
+                             "pip install 'maxtext[tpu]'), h100:8x8, h200:8x8, b200:8x8, gb200:2x72 (nodes x GPUs; "
+                             "pip install 'maxtext[cuda]') or cpu:8; by default the CPU with the config's mesh")
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="so many slices of a TPU's topology")
+    parser.add_argument("--estimate", action="store_true", help="compile nothing: estimate from shapes alone")
+    parser.add_argument("--search", action="store_true",
+                        help="try remat, accumulation and mesh, and rank what fits by step time")
+    parser.add_argument("--heads", action="store_true", help="with --search: other head shapes too (another model)")
+    parser.add_argument("--limit", type=int, default=4, metavar="N", help="with --search: most compiles (4)")
+    parser.add_argument("--scale", type=int, metavar="N",
+                        help="what up to N replicas of this machine would take, joined by the data centre's network")
+    parser.add_argument("--same-batch", action="store_true", help="with --scale: the batch does not grow")
+    parser.add_argument("--plot", metavar="FILE", help="with --scale: draw cost over devices, .svg or .png")
     parser.add_argument("--json", metavar="FILE", help="write the same numbers as JSON; - is standard output")
     parser.add_argument("--cache", metavar="DIR", help="where compiled results are kept; an empty name keeps none")
-    args = parser.parse_intermixed_args(argv)
-    try:
-        cfg = load(find_config(args.config), args.overrides)
-        target = read_target(args.topology or _local(cfg))
-        wrong = mesh_problems(cfg, target.n_devices)
-        if wrong:
-            raise PlanError("\n".join(f"{key}: {message}" for key, message in wrong))
-        if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
-            raise PlanError(f"--json {args.json}: its folder does not exist; make it first")
-        program, cached = compiled(cfg, target, cache_folder(args.cache))
-        _show(cfg, target, program, cached, args.json)
-    except ConfigError as error:
-        return print_problems(error)
-    except (PlanError, OSError) as error:
-        print(placed(error), file=sys.stderr)
-        return 2
-    from maxtext.plan.verdict import judge
+    return parser
 
-    return 0 if judge(cfg, target, program).fits else 1
+
+def _settled(cfg: Config, target: Target) -> tuple[Config, tuple[str, ...]]:
+    from maxtext.model.choose_mesh import settled
+    from maxtext.parallel.mesh import MeshError
+
+    try:
+        return settled(cfg, target.n_devices, target.network)
+    except MeshError as error:
+        raise PlanError(str(error)) from error
+
+
+def _check_options(args: argparse.Namespace, target: Target) -> None:
+    for option, needs in (("heads", "search"), ("same_batch", "scale"), ("plot", "scale")):
+        if getattr(args, option) and not getattr(args, needs):
+            raise PlanError(f"--{option.replace('_', '-')} only goes with --{needs}")
+    if args.search and (args.estimate or args.scale is not None):
+        raise PlanError("--search compiles and ranks one machine; leave out --estimate and --scale")
+    if args.limit < 1 or (args.scale is not None and args.scale < 1):
+        raise PlanError("--limit and --scale take 1 or more")
+    if args.scale is not None and target.chip is None:
+        raise PlanError(f"--scale: nothing is published of {target.name}; give the --topology of a TPU or GPU")
 
 
 def _local(cfg: Config) -> str:
@@ -67,25 +116,28 @@ def _local(cfg: Config) -> str:
     return f"cpu:{math.prod(max(1, getattr(cfg.mesh, axis)) for axis in AXES)}"
 
 
-def _show(cfg: Config, target: Target, program: Program | Refusal, cached: bool, json_file: str | None) -> None:
-    from maxtext.plan.program import Refusal
-    from maxtext.plan.report import make_plan, refusal_json, refusal_rows, to_json, to_rows
-    from maxtext.train.console import Console
+def _answer(cfg: Config, target: Target, args: argparse.Namespace, why: tuple[str, ...]) -> int:
+    """Does what was asked for, prints it and returns the exit code."""
+    from maxtext.plan import answers
 
-    if isinstance(program, Refusal):
-        rows, tree = refusal_rows(cfg, target, program), refusal_json(cfg, target, program)
+    folder = cache_folder(args.cache)
+
+    def compile_one(one: Config) -> Program | Refusal:
+        return compiled(one, target, folder)[0]
+
+    if args.search:
+        made = answers.searched(cfg, target, args.limit, compile_one, args.heads)
+    elif args.estimate:
+        made = answers.estimated(cfg, target)
     else:
-        plan = make_plan(cfg, target, program)
-        rows, tree = to_rows(plan, cached), to_json(plan)
-    if json_file != "-":
-        Console().table(f"Plan of {cfg.run_name}: compiled, not run", rows)
-    if json_file is None:
-        return
-    text = json.dumps(tree, indent=1) + "\n"
-    if json_file == "-":
-        sys.stdout.write(text)
-    else:
-        Path(json_file).write_text(text)
+        made = answers.planned(cfg, target, *compiled(cfg, target, folder))
+    if args.scale is not None:
+        answers.add_scale(made, cfg, target, args.scale, args.same_batch, args.plot)
+    if why:
+        made.rows.insert(1, ("mesh: auto", "; ".join(why)))
+        made.tree["mesh_auto"] = list(why)
+    answers.show(made, args.json)
+    return 0 if made.fits else 1
 
 
 def cache_folder(given: str | None) -> Path | None:

@@ -6,14 +6,12 @@ import dataclasses
 
 from maxtext.config.schema import Config
 from maxtext.model.cost import flops_per_token
+from maxtext.parallel.chips import MATMUL_EFFICIENCY
 from maxtext.parallel.network import LATENCIES, SWITCH_EFFICIENCY, spread
 from maxtext.plan.collectives import UNKNOWN, Traffic
 from maxtext.plan.program import Program
 from maxtext.plan.topology import Target
 
-# XLA's own cycle estimates put one large bfloat16 matmul at 82 to 87% of the peak on v5p, v6e and tpu7x.
-# GPUs: what cuBLAS keeps up at 700 W is below the data sheet's clock; assumed, no measurement here confirms it.
-MATMUL_EFFICIENCY = {"tpu": 0.83, "cuda": 0.75}
 # FLOPs that the matrix units of one device do in a cycle; with the peak this gives the clock. Not documented for all.
 FLOPS_PER_CYCLE = {"tpu7x": 524_288, "v6e": 524_288, "v5p": 262_144, "v5e": 131_072}
 DAY = 86_400

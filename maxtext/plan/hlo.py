@@ -278,20 +278,6 @@ def matmul_flops(run: Run) -> int:
     return 0
 
 
-def kernel_flops(run: Run) -> int | None:
-    """FLOPs that a custom kernel (Mosaic, Triton) declares; None when it declares none, 0 when it is no kernel.
-
-    Where a kernel of another project declares none, ours stand in the name of the scope around it (`kernels.splash`).
-    """
-    one = run.instruction
-    target = re.search(r'custom_call_target="([^"]+)"', one.attributes)
-    if one.opcode != "custom-call" or target is None or not re.search("tpu_custom_call|triton|mosaic", target[1]):
-        return 0
-    declared = (re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', one.attributes)
-                or re.search(r'op_name="[^"]*kernel_flops_(\d+)', one.attributes))
-    return int(declared[1]) if declared else None
-
-
 def _convolution_flops(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
     """XLA for TPU writes matmuls as convolutions, batch dims too; only the positions that meet real input count."""
     output = arrays(one.type)[0][1]

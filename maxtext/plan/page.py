@@ -1,7 +1,7 @@
 """The table of docs/hardware.md, from plans that were really compiled.
 
 `maxtext plan ... --json docs/plans/NAME.json` makes a record; `python -m maxtext.plan.page` writes the table of all of
-them between the marks of the page.
+them between the marks of the page, and the table of published runs between its own.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxtext.plan import published
 from maxtext.plan.topology import GIB
 
 BEGIN, END = "<!-- plans: written by python -m maxtext.plan.page -->", "<!-- plans: end -->"
+PUBLISHED = "<!-- published: written by python -m maxtext.plan.page -->", "<!-- published: end -->"
 COLUMNS = ("run", "target", "mesh", "remat", "arguments / temporaries / all of a device's memory, GiB",
-           "compiled / model FLOPs", "cycles, M (in matmuls)", "collectives of a step", "step, s", "MFU", "compiled")
+           "compiled / model FLOPs", "cycles, M (in matmuls)", "kernels", "collectives of a step", "step, s", "MFU",
+           "compiled")
 LEAST_BYTES = 1 << 24  # collectives that move less are left out
 
 
@@ -39,7 +42,7 @@ def row(plan: Mapping[str, Any]) -> tuple[str, ...]:
     kept = remat["mode"] if remat["mode"] != "names" else " ".join(remat["save"])
     if program is None:
         return (*head, "-", kept, f"refused: needs {memory['needed'] / GIB:.1f} of {memory['capacity'] / GIB:.0f}",
-                *("-",) * 6)
+                *("-",) * 7)
     mesh = ", ".join(f"{axis} {size}" for axis, size in program["mesh"].items() if size > 1)
     parts, guess = program["memory"], plan["estimate"]
     sizes = (f"{parts['arguments'] / GIB:.2f} / {parts['temporaries'] / GIB:.1f} / {memory['needed'] / GIB:.1f} of "
@@ -47,6 +50,8 @@ def row(plan: Mapping[str, Any]) -> tuple[str, ...]:
     cycles = "-"
     if program["cycles"]:
         cycles = f"{program['cycles'] / 1e6:,.0f} ({program['matmul_cycles'] / program['cycles']:.0%})"
+    named = program.get("kernel_names") or {}  # older records have none
+    kernels = ", ".join(f"{count:,} {name}" for name, count in named.items()) or "-"
     moved = "; ".join(
         f"{one['count']:,} {one['kind']} over {one['axes']}, {one['bytes_sent'] / GIB:.2f} GiB"
         f"{', asynchronous' if one['asynchronous'] else ''}"
@@ -54,14 +59,18 @@ def row(plan: Mapping[str, Any]) -> tuple[str, ...]:
     step, mfu = ("n/a", "n/a") if guess["mfu"] is None else (f"{guess['step_seconds']:.3g}", f"{guess['mfu']:.0f}%")
     versions = ", ".join(f"{name} {number}" for name, number in program["versions"].items() if name != "jaxlib")
     versions += "".join(f"; `{flag}`" for flag in program["flags"])
-    return (*head, mesh or "one device", kept, sizes, f"{plan['flops']['ratio']:.2f}", cycles, moved or "-", step, mfu,
+    return (*head, mesh or "one device", kept, sizes, f"{plan['flops']['ratio']:.2f}", cycles, kernels,
+            moved or "-", step, mfu,
             f"{program['date']}, {program['compile_seconds']:,.0f} s; {versions}")
 
 
 def write(page: Path, folder: Path) -> None:
-    """Puts the table of a folder's plans between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{table(records(folder))}\n\n{END}{rest.split(END)[1]}")
+    """Puts the table of a folder's plans, and that of published runs, between the marks of a page."""
+    text = page.read_text()
+    for (begin, end), written in (((BEGIN, END), table(records(folder))), (PUBLISHED, published.table())):
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{written}\n\n{end}{rest.split(end)[1]}"
+    page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import importlib.metadata
@@ -20,7 +21,8 @@ from maxtext.data.pipeline import abstract_batch
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.plan.collectives import UNKNOWN, Traffic, is_collective, traffic
-from maxtext.plan.hlo import Walk, estimated_cycles, holds_matmul, kernel_flops, matmul_flops, parse
+from maxtext.plan.hlo import Walk, estimated_cycles, holds_matmul, matmul_flops, parse
+from maxtext.plan.kernels import kernel_flops, kernel_name
 from maxtext.plan.topology import PlanError, compiler_flags
 from maxtext.train.state import abstract_state
 from maxtext.train.step import compile_train_step
@@ -51,9 +53,10 @@ class Program:
     mesh: dict[str, int]
     memory: Memory
     matmul_flops: int  # of dots and convolutions
-    kernel_flops: int  # that custom kernels declare
+    kernel_flops: int  # of custom kernels, as far as they are known
     kernels: int  # executions of custom kernels a step
-    silent_kernels: int  # of these, executions that declare no FLOPs
+    silent_kernels: int  # of these, executions whose FLOPs are not known
+    kernel_names: dict[str, int]  # executions of each
     cycles: int  # XLA's estimate for the matrix and vector units, without kernels and collectives; 0: it makes none
     matmul_cycles: int  # of these, in fusions around a matmul
     traffic: tuple[Traffic, ...]
@@ -145,6 +148,10 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
     rows = traffic(walk.runs, shape)
     flops = sum(run.times * matmul_flops(run) for run in walk.runs)
     kernels = [(run.times, declared) for run in walk.runs if (declared := kernel_flops(run)) != 0]
+    names = collections.Counter[str]()
+    for run in walk.runs:
+        if name := kernel_name(run):
+            names[name] += run.times
     # A fusion's line speaks for all inside it; what starts and finishes apart runs on other units.
     timed = [run for run in walk.runs if not run.fused and not run.asynchronous and not is_collective(run)]
     stats = compiled.memory_analysis()
@@ -154,7 +161,7 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
         mesh=shape, memory=memory, matmul_flops=flops,
         kernel_flops=sum(times * (declared or 0) for times, declared in kernels),
         kernels=sum(times for times, _ in kernels),
-        silent_kernels=sum(times for times, declared in kernels if declared is None),
+        silent_kernels=sum(times for times, declared in kernels if declared is None), kernel_names=dict(names),
         cycles=sum(run.times * estimated_cycles(run) for run in timed),
         matmul_cycles=sum(run.times * estimated_cycles(run) for run in timed
                           if holds_matmul(walk.module, run.instruction)),

@@ -17,7 +17,8 @@ from maxtext.parallel.network import Network
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["CHIPS", "GIB", "Chip", "PlanError", "Target", "make_devices", "prepare_process", "read_target"]
+__all__ = ["CHIPS", "GIB", "Chip", "PlanError", "Target", "make_devices", "prepare_process", "read_target",
+           "stay_on_cpu"]
 
 FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -116,7 +117,7 @@ def prepare_process(target: Target) -> None:
     Raises:
       PlanError: when what compiles for the target is not installed: libtpu, or JAX's plugin for CUDA.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    stay_on_cpu()
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the compile time is part of the plan
     if target.chip is None:
         rest = re.sub(rf"{DEVICE_COUNT}=\d+", "", os.environ.get("XLA_FLAGS", ""))
@@ -132,6 +133,11 @@ def prepare_process(target: Target) -> None:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # libtpu would look for both in the cloud, and complain
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{target.chip.name}-{target.n_devices}")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # plans may run side by side: no device is taken
+
+
+def stay_on_cpu() -> None:
+    """No accelerator is looked for. It must be called before JAX is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _check_cuda(target: Target) -> None:
@@ -196,7 +202,7 @@ _GPUS = {
 
 
 def target_config(chip: Chip) -> str:
-    """XLA's description of a GPU, with which it compiles without one: a text of stream_executor.GpuTargetConfigProto."""
+    """XLA's description of a GPU, with which it compiles without one, as a text of GpuTargetConfigProto."""
     name, capability, cores, cache, clock = _GPUS[chip.name]
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128

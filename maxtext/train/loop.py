@@ -27,8 +27,10 @@ from maxtext.config.schema import Config
 from maxtext.data.pipeline import make_batches
 from maxtext.data.tokens import ResolvedData, resolve
 from maxtext.eval.evaluations import Evaluations
+from maxtext.model.choose_mesh import settled
 from maxtext.model.cost import count_params, flops_per_token, peak_flops
 from maxtext.parallel.mesh import make_mesh
+from maxtext.parallel.network import network_of
 from maxtext.parallel.sharding import sharding
 from maxtext.train.console import Console, host_memory_gib
 from maxtext.train.expert_loads import ExpertLoads
@@ -96,9 +98,11 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
             console.note(f"{cfg.run_dir} is complete: it stands at update {newest} of {cfg.train.steps}. To go on, "
                          f"raise train.steps; to start anew, choose another run_name.")
             return Outcome(newest, trained=False)
+    devices = jax.devices() if devices is None else devices
+    cfg, why_mesh = settled(cfg, len(devices), network_of(devices))
     mesh = make_mesh(cfg, devices)
     with Stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
-        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, console, clock)
+        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, console, clock, why_mesh)
         try:
             return run.loop(Votes(stopper, mesh))
         finally:
@@ -109,7 +113,7 @@ class Run:
     """The live objects of a run, and the few things that are done with them between updates."""
 
     def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
-                 console: Console, clock: Clock) -> None:
+                 console: Console, clock: Clock, why_mesh: Sequence[str] = ()) -> None:
         """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
         self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, clock
         self.batches = make_batches(cfg, data, sharding(mesh, "batch", None))
@@ -136,7 +140,8 @@ class Run:
                 file.write(config_text)
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=primary)
         self.loads = ExpertLoads(cfg.run_dir, cfg, resume_step=kept, primary=primary)
-        console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, self.batches.describe(), data.eval_sets))
+        described = self.batches.describe()
+        console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, described, data.eval_sets, why_mesh))
 
     def loop(self, votes: Votes) -> Outcome:
         cfg, self.votes = self.cfg, votes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,17 +103,18 @@ def data_rows(description: Mapping[str, Any], sets: Collection[str]) -> Rows:
     ]
 
 
-def start_summary(cfg: Config, mesh: Mesh, description: Mapping[str, Any], sets: Collection[str]) -> Rows:
+def start_summary(cfg: Config, mesh: Mesh, description: Mapping[str, Any], sets: Collection[str],
+                  why_mesh: Sequence[str] = ()) -> Rows:
     """All that a person should know before the first update."""
     processes = len({device.process_index for device in mesh.devices.flat})
     kind = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" + (f" in {processes} processes" * (processes > 1))
     tasks = [("tasks", ", ".join(cfg.eval.tasks))] if cfg.eval.tasks else []
     data = data_rows(description, sets) + tasks
-    return model_rows(cfg) + data + run_rows(cfg) + device_rows(cfg, dict(mesh.shape), kind)
+    return model_rows(cfg) + data + run_rows(cfg) + device_rows(cfg, dict(mesh.shape), kind, why_mesh)
 
 
-def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str) -> Rows:
-    """Mesh, estimated memory on one device, and checkpoint size."""
+def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str, why_mesh: Sequence[str] = ()) -> Rows:
+    """Mesh and why `mesh: auto` chose it, estimated memory on one device, and checkpoint size."""
     memory = memory_per_device(cfg, dict(mesh_shape))
     parts = ("weights", "moments", "gradients", "activations", "logits")
     split = ", ".join(f"{part} {_bytes(getattr(memory, part))}" for part in parts)
@@ -122,6 +123,7 @@ def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str) -> Rows:
     kept = "all kept" if cfg.checkpoint.keep_last is None else f"last {cfg.checkpoint.keep_last} kept"
     return [
         ("mesh", f"{axes} ({kind})"),
+        *([("mesh: auto", "; ".join(why_mesh))] if why_mesh else []),
         ("memory", f"about {_bytes(memory.total)} a device: {split}"),
         ("checkpoint", f"{_bytes(state_bytes(cfg))} each, {every}, {kept}"),
         ("outputs", cfg.run_dir),

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxtext.parallel.mesh import AXES
 from maxtext.plan.collectives import axes_of, bytes_sent, replica_groups, traffic
-from maxtext.plan.hlo import Module, Walk, arrays, byte_size, estimated_cycles, kernel_flops, matmul_flops, parse
+from maxtext.plan.hlo import Module, Walk, arrays, byte_size, estimated_cycles, matmul_flops, parse
+from maxtext.plan.kernels import kernel_flops, kernel_name
 from tests.tiny import mesh_of
 
 LOOP = """HloModule m, is_scheduled=true
@@ -127,6 +128,35 @@ def test_flops_of_kernels_are_what_they_declare():
     assert kernel_flops(run) == 45
     (run,) = (run for run in one(declared.replace("TARGET", "Sharding"), "f32[4]").runs if run.instruction.root)
     assert kernel_flops(run) == 0
+
+
+CUDA = """ENTRY %main (q: bf16[1,1024,4,128]) -> bf16[1,4,1024,128] {
+  %q = bf16[1,1024,4,128]{3,2,1,0} parameter(0)
+  %a.5 = (bf16[1,4,1024,128]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", \
+backend_config={"cudnn_fmha_backend_config": {"algorithm": {"tuning_knobs": {"17": "1"}}, "intermediate_tensor_shape": \
+{"element_type": "BF16", "dimensions": ["1", "4", "1024", "1024"], "tuple_shapes": []}, "mask_type": "MASK"}}
+  %x = bf16[1024,512]{1,0} bitcast(%q)
+  %g = bf16[1024,64]{1,0} custom-call(%x, %x), custom_call_target="__cublas$gemm", backend_config={ \
+"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}}
+  ROOT %r = bf16[1,4,1024,128]{3,1,2,0} get-tuple-element(%a.5), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(("target", "mask", "matmuls"), [
+    ("__cudnn$fmhaSoftmax", "NO_MASK", 4), ("__cudnn$fmhaSoftmax", "CAUSAL", 2),
+    ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 5), ("__cudnn$fmhaSoftmaxBackward", "PADDING_CAUSAL", 5),
+])
+def test_flops_of_cudnns_attention_follow_from_the_shape_of_its_scores(target: str, mask: str, matmuls: int):
+    text = CUDA.replace("__cudnn$fmhaSoftmax", target).replace('"MASK"', f'"{mask}"')
+    run = next(run for run in Walk(parse(text)).runs if run.instruction.name == "a.5")
+    assert kernel_flops(run) == matmuls * 4 * 1024 * 1024 * 128
+    assert kernel_name(run) == target.replace("__", "").replace("$", " ")
+
+
+def test_flops_of_cublas_follow_from_its_operands():
+    run = next(run for run in Walk(parse(CUDA)).runs if run.instruction.name == "g")
+    assert kernel_flops(run) == 2 * 1024 * 64 * 512
 
 
 def test_cycles_that_xla_does_not_know_are_none():

@@ -105,10 +105,10 @@ TEXT = """HloModule m
 ENTRY %main (x: f32[4,8]) -> f32[4,16] {
   %x = f32[4,8] parameter(0)
   %f = f32[4,16] fusion(%x), kind=kOutput, calls=%inside, CYCLES(100)
-  %k = f32[4,16] custom-call(%f), custom_call_target="tpu_custom_call"
+  %splash_fwd.3 = f32[4,16] custom-call(%f), custom_call_target="tpu_custom_call"
   %s = f32[4,16] copy-start(%f), CYCLES(300)
-  %r = f32[4,16] all-reduce(%k), replica_groups={}, to_apply=%sum, CYCLES(1000)
-  ROOT %a = f32[4,16] add(%r, %k), CYCLES(7)
+  %r = f32[4,16] all-reduce(%splash_fwd.3), replica_groups={}, to_apply=%sum, CYCLES(1000)
+  ROOT %a = f32[4,16] add(%r, %splash_fwd.3), CYCLES(7)
 }
 """
 
@@ -122,6 +122,7 @@ def test_cycles_are_those_of_the_matrix_and_vector_units():
     read = read_program(step, make_mesh(config(), jax.devices()), 1.0, 2.0)
     assert (read.cycles, read.matmul_cycles, read.matmul_flops) == (107, 100, 2 * 4 * 8 * 16)
     assert (read.kernels, read.silent_kernels, read.kernel_flops) == (1, 1, 0)
+    assert read.kernel_names == {"splash_fwd": 1}
     assert read.memory == Memory(arguments=0, outputs=1, aliased=2, temporaries=3, code=4)
     assert read.torus_dims == {"fsdp": 0}
 
@@ -136,8 +137,8 @@ V5P = read_target("v5p:2x2x2")
 
 def made_program(**changes: Any) -> Program:
     made = Program(mesh={"data": 1, "fsdp": 8, "expert": 1, "tensor": 1}, memory=MEMORY, matmul_flops=10**12,
-                   kernel_flops=0, kernels=0, silent_kernels=0, cycles=0, matmul_cycles=0, traffic=(), torus_dims={},
-                   unknown_loops=(), branches=0, trace_seconds=1.0, compile_seconds=2.0,
+                   kernel_flops=0, kernels=0, silent_kernels=0, kernel_names={}, cycles=0, matmul_cycles=0, traffic=(),
+                   torus_dims={}, unknown_loops=(), branches=0, trace_seconds=1.0, compile_seconds=2.0,
                    versions={"jax": "1"}, flags=(), date="2026-01-31")
     return dataclasses.replace(made, **changes)
 
