@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxtext.config.schema import Config
 from maxtext.config.validate import AXES, BATCH_AXES, mesh_problems, resolve_mesh
+
+SLICED_AXES = ("data", "pipeline")  # the axes that may span slices
 
 
 class MeshError(ValueError):
@@ -38,7 +41,33 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     types = (AxisType.Explicit,) * len(AXES)
     if len(devices) == 1 or devices[0].platform == "cpu":  # no topology to arrange: keep the order that was given
         return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=types)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1:
+        return Mesh(over_slices(devices, shape, slices), AXES, axis_types=types)
     return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
+def over_slices(devices: Sequence[jax.Device], shape: Sequence[int], slices: int) -> np.ndarray:
+    """Lays devices of several slices out so that only copies of the model, and stages, talk between slices.
+
+    The slices are the outer part of the axis data, and of pipeline where data has too few; all other axes stay inside a
+    slice, whose links are faster.
+
+    Raises:
+      MeshError: when data and pipeline are not shared evenly by the slices.
+    """
+    sizes, left = dict(zip(AXES, shape, strict=True)), slices
+    across = dict.fromkeys(AXES, 1)
+    for axis in SLICED_AXES:
+        if axis in sizes:
+            across[axis] = math.gcd(sizes[axis], left)
+            left //= across[axis]
+    if left > 1:
+        named = " x ".join(f"mesh.{axis} {sizes[axis]}" for axis in SLICED_AXES if axis in sizes)
+        raise MeshError(f"there are {slices} slices, and only {SLICED_AXES[0]} and {SLICED_AXES[1]} may span them, but "
+                        f"{named} is not a multiple of {slices}; set mesh.data to a multiple of {slices}")
+    inside = [size // across[axis] for axis, size in sizes.items()]
+    return mesh_utils.create_hybrid_device_mesh(inside, list(across.values()), devices)
 
 
 def batch_devices(mesh: Mesh) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext.config.load import load
 from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.train import loop, stop
@@ -166,10 +168,14 @@ def test_save_at_start_keeps_the_initial_weights(runs: Runs):
     assert not any(saved_bits(cfg, 0)["optimizer.mu.embed"][2])
 
 
-def test_the_signal_handlers_of_the_caller_come_back(runs: Runs):
+def test_the_signal_handlers_of_the_caller_come_back(runs: Runs, capsys: pytest.CaptureFixture[str]):
+    """On a mesh that is chosen, which the start summary explains and the run's config leaves open."""
     before = [signal.getsignal(number) for number in stop.SIGNALS]
-    train(runs.config("run", "train.steps=1", "eval.every=null"), devices=ONE)
+    cfg = runs.config("run", "train.steps=1", "eval.every=null", "mesh=auto")
+    train(cfg, devices=ONE)
     assert [signal.getsignal(number) for number in stop.SIGNALS] == before
+    assert re.search(r"mesh: auto +one device: about", capsys.readouterr().out)
+    assert load(f"{cfg.run_dir}/config.yml").mesh.auto
 
 
 def test_clock_counts_what_is_apart_only_there(monkeypatch: pytest.MonkeyPatch):
