@@ -11,13 +11,16 @@ import jax.numpy as jnp
 MOST_WIDTH, OLDER_WIDTH, WIDTH_STEP = 256, 128, 8  # of a head: on Hopper (9.0) and later, before it, and its divisor
 
 
-def causal_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, window: int | None = None,
-                     scale: float | None = None, implementation: str = "cudnn") -> jax.Array:
-    """As `kernels.attention.causal_attention`, for one document a row and no sinks.
+def causal_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: None = None,
+                     sinks_KG: None = None, window: int | None = None, scale: float | None = None,
+                     implementation: str = "cudnn") -> jax.Array:
+    """As `kernels.attention.causal_attention`, for what `refusal` lets through: one document a row and no sinks.
 
     Args:
       implementation: what `jax.nn.dot_product_attention` runs: "cudnn", or "xla" for tests on other platforms.
     """
+    assert segments_BT is None
+    assert sinks_KG is None
     batch, length, heads, group, width = q_BTKGH.shape
     out_BTNH = jax.nn.dot_product_attention(
         q_BTKGH.reshape(batch, length, heads * group, width), k_BTKH, v_BTKH, is_causal=True, scale=scale,

@@ -18,11 +18,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.schema import ModelConfig
-from maxtext.kernels.attention import causal_attention
+from maxtext.kernels import attention as blocked
+from maxtext.kernels import cudnn, splash
+from maxtext.kernels.choice import Problem, choose_attention
 from maxtext.model.layers import Rope, apply_rope, norm_param, rms_norm
+from maxtext.parallel.collectives import platform
 from maxtext.parallel.sharding import Param, gather, per_device, spec
 
 QUERIES, KEYS, SINKS = ("batch", None, "heads", None, None), ("batch", None, "heads", None), ("heads", None)
+
+KERNELS = {"blocked": blocked.causal_attention, "splash": splash.causal_attention, "cudnn": cudnn.causal_attention}
 
 
 @flax.struct.dataclass
@@ -78,11 +83,15 @@ def project(p: Attention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> tup
 
 def attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None,
            sinks_KG: jax.Array | None, window: int | None, cfg: ModelConfig) -> jax.Array:
-    """What each query head reads, (B, T, K, G, H of the values)."""
-    kernel = functools.partial(causal_attention, window=window, scale=score_scale(cfg, window))
+    """What each query head reads, (B, T, K, G, H of the values), by the kernel that the platform has for it."""
+    problem = Problem(q_BTKGH.dtype.name, q_BTKGH.shape[-1], v_BTKH.shape[-1], segments_BT is not None,
+                      sinks_KG is not None)
+    kind = choose_attention("auto", platform(), problem).kind
+    kernel = functools.partial(KERNELS[kind], window=window, scale=score_scale(cfg, window))
     dims = (QUERIES, KEYS, KEYS, None if segments_BT is None else ("batch", None), None if sinks_KG is None else SINKS)
-    return checkpoint_name(per_device(kernel, dims, QUERIES)(q_BTKGH, k_BTKH, v_BTKH, segments_BT, sinks_KG),
-                           "attention")
+    out_BTKGH = per_device(kernel, dims, QUERIES)(q_BTKGH, k_BTKH, v_BTKH, segments_BT, sinks_KG)
+    # Splash names by itself what its backward pass needs: a second copy would be kept for nothing.
+    return out_BTKGH if kind == "splash" else checkpoint_name(out_BTKGH, "attention")
 
 
 def project_out(p: Attention, attended_BTKGH: jax.Array) -> jax.Array:

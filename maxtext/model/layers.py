@@ -6,6 +6,7 @@ width.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.architecture import Activation, ModelConfig, RopePairs, RopeScalingConfig
+from maxtext.parallel.collectives import platform
 from maxtext.parallel.sharding import Param, gather, spec
 
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702  # of clamped_swish: gpt-oss, 2025
@@ -117,8 +119,14 @@ def document_positions(segments_BT: jax.Array) -> jax.Array:
 
 
 def apply_rope(x: jax.Array, rope: Rope, pairs: RopePairs = "halves") -> jax.Array:
-    """Rotates (B, T, ..., H) in float32: dim i turns with dim i + H/2, or with its neighbour i + 1."""
+    """Rotates (B, T, ..., H) in float32: dim i turns with dim i + H/2, or with its neighbour i + 1.
+
+    A TPU's vectors are 128 wide and not easily cut, so there a matmul with a matrix of 0, 1 and -1 brings each dim its
+    partner; the result is the same to the bit.
+    """
     cos, sin = (table.reshape(*table.shape[:-1], *(1,) * (x.ndim - 3), table.shape[-1]) for table in rope)
+    if platform() == "tpu":
+        return _turn(pairs, x, _both(cos, pairs), _both(sin, pairs))
     x32 = x.astype(jnp.float32)
     if pairs == "halves":
         first, second = jnp.split(x32, 2, axis=-1)
@@ -128,6 +136,32 @@ def apply_rope(x: jax.Array, rope: Rope, pairs: RopePairs = "halves") -> jax.Arr
     if pairs == "halves":
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
     return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+def _both(table: jax.Array, pairs: RopePairs) -> jax.Array:
+    """The table of H/2 angles for both dims of each pair."""
+    return jnp.concatenate([table, table], axis=-1) if pairs == "halves" else jnp.repeat(table, 2, axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _turn(pairs: RopePairs, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x * cos + partner(x) * sin, where the partner of (a, b) is (-b, a)."""
+    partner = jnp.einsum("...h,hj->...j", x, jnp.asarray(_partners(x.shape[-1], pairs), x.dtype),
+                         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+    return (x.astype(jnp.float32) * cos + partner.astype(jnp.float32) * sin).astype(x.dtype)
+
+
+_turn.defvjp(lambda pairs, x, cos, sin: (_turn(pairs, x, cos, sin), (cos, sin)),
+             lambda pairs, tables, dy: (_turn(pairs, dy, tables[0], -tables[1]), None, None))
+
+
+@functools.cache
+def _partners(width: int, pairs: RopePairs) -> np.ndarray:
+    first, second = ((np.arange(width // 2), np.arange(width // 2, width)) if pairs == "halves" else
+                     (np.arange(0, width, 2), np.arange(1, width, 2)))
+    matrix = np.zeros((width, width), np.float32)
+    matrix[second, first], matrix[first, second] = -1, 1
+    return matrix
 
 
 @flax.struct.dataclass

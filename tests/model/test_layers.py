@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxtext.config.architecture import RopeScalingConfig
+from maxtext.model import layers
 from maxtext.model.decoder import make_context
 from maxtext.model.layers import (
     apply_rope,
@@ -77,3 +78,21 @@ def test_rms_norm_applies_the_gain_before_rounding():
     got = rms_norm(x, gain, tiny_model())
     assert (got == expected).mean() > 0.99
     assert (got == wrong).mean() < 0.9
+
+
+@pytest.mark.one_pass
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+def test_rope_by_a_matmul_is_the_same_to_the_bit(monkeypatch, pairs, dtype):
+    """The form for TPUs, forward and backward; without a compiler that may join a product and a sum."""
+    x, dy = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 16), jnp.float32).astype(dtype)
+    angle = jax.random.normal(jax.random.key(1), (5, 8))
+    rope = layers.Rope(jnp.cos(angle), jnp.sin(angle))
+
+    def both(name):
+        monkeypatch.setattr(layers, "platform", lambda: name)
+        y, pull = jax.vjp(lambda x: apply_rope(x, rope, pairs), x)
+        return y, *pull(dy)
+
+    for turned, expected in zip(both("tpu"), both("cpu"), strict=True):
+        np.testing.assert_array_equal(turned, expected)
