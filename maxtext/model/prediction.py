@@ -17,7 +17,7 @@ from maxtext.model.cost import Memory, flops_per_token, memory_per_device
 from maxtext.model.decoder import decoder_params
 from maxtext.parallel.chips import ATTENTION_EFFICIENCY, MATMUL_EFFICIENCY, Chip
 from maxtext.parallel.network import Kind, Network, spread
-from maxtext.parallel.sharding import Param, is_param
+from maxtext.parallel.sharding import RULES, Param, is_param
 
 UNKNOWN_PEAK = 1e12  # of a device that nothing is published of: only ratios matter then
 UNKNOWN_MEMORY_RATE = 50e9
@@ -66,13 +66,13 @@ class Prediction:
         return max(self.compute, self.hidden) + self.exposed + self.ends
 
 
-def predict(cfg: Config, sizes: Mapping[str, int], network: Network, repeats: int = 1) -> Prediction:
+def predict(cfg: Config, sizes: Mapping[str, int], network: Network, repeats: int | None = None) -> Prediction:
     """Predicts the step of a run on a mesh.
 
     Args:
       sizes: size of each mesh axis, the last one varying fastest over the devices.
       network: chip and links.
-      repeats: parts of the model that each pipeline stage holds, of a circular schedule.
+      repeats: parts of the model that each pipeline stage holds, of a circular schedule; None: as configured.
     """
     chip, devices = network.chip, math.prod(sizes.values())
     memory = memory_per_device(cfg, dict(sizes))
@@ -83,12 +83,12 @@ def predict(cfg: Config, sizes: Mapping[str, int], network: Network, repeats: in
     rate, optimizer = _memory_rate(chip), OPTIMIZER_BYTES * memory.weights / 4 / _memory_rate(chip)
     parts = tuple((one, network.seconds(one.kind, one.array, *spread(one.axes, sizes, network.domain), one.calls))
                   for one in exchanges(cfg, sizes))
-    stages = sizes.get("pipeline", 1)
+    stages, repeats = sizes.get("pipeline", 1), repeats or getattr(cfg.mesh, "pipeline_rounds", 1)
     made = Prediction(
         memory=memory, matmul=matmul / (efficiency * peak),
         attention=attention / (attention_efficiency(chip, cfg.model.head_width) * peak),
         elementwise=tokens * _bytes_per_token(cfg) / rate + optimizer, optimizer=optimizer,
-        bubble=(stages - 1) / (micro_batches(cfg, sizes) * repeats + stages - 1),
+        bubble=(stages - 1) / (cfg.train.gradient_accumulation_steps * repeats + stages - 1),
         hidden=sum(seconds for one, seconds in parts if one.hidden),
         exposed=sum(seconds for one, seconds in parts if not one.hidden),
         ends=sum(seconds / max(1, one.calls) for one, seconds in parts if one.hidden), parts=parts, mfu=None)
@@ -113,12 +113,6 @@ def attention_efficiency(chip: Chip | None, width: int) -> float:
         return 1.0
     narrow, wide = ATTENTION_EFFICIENCY[chip.name]
     return narrow * width / 128 if width < 128 else narrow + (wide - narrow) * (min(width, 256) - 128) / 128
-
-
-def micro_batches(cfg: Config, sizes: Mapping[str, int]) -> int:
-    """Parts of a batch that follow each other through a pipeline: the sequences of a device at most."""
-    del sizes
-    return cfg.train.gradient_accumulation_steps
 
 
 def _weights(cfg: Config) -> tuple[float, float, float, int]:
@@ -153,8 +147,8 @@ def _flops(cfg: Config) -> tuple[float, float]:
 
 
 def _kept(cfg: Config) -> set[str]:
-    remat = cfg.train.remat
-    return {*remat.save, *getattr(remat, "offload", ())}
+    """Names of the values of a block that need not be computed again."""
+    return set(getattr(cfg.train.remat, "kept", cfg.train.remat.save))
 
 
 def _recomputed(cfg: Config) -> float:
@@ -189,6 +183,12 @@ def _bytes_per_token(cfg: Config) -> float:
     return total + 6 * 4 * model.vocab_size
 
 
+def _weight_axes(dim: str) -> tuple[str, ...]:
+    """The axes over which a width of weights is gathered; the stages of a pipeline hold layers of their own."""
+    rule = RULES[dim]
+    return tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if axis != "pipeline")
+
+
 def exchanges(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Exchange]:
     """The collectives that the sharding rules imply, leaving out those of one device."""
     model, width = cfg.model, 2 if cfg.train.compute_dtype == "bfloat16" else 4
@@ -200,15 +200,17 @@ def exchanges(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Exchange]:
     arrays = -(-arrays // size["pipeline"])
     # With a pipeline the micro-batches pass through the stages between one gather and one reduction.
     rounds = 1 if size["pipeline"] > 1 else steps
-    calls = arrays * rounds
-    for axes, numbers in ((("fsdp", "expert"), shared), (("fsdp",), routed)):
-        if numbers and math.prod(size[axis] for axis in axes) > 1:
+    calls, mine = arrays * rounds, 0.0
+    for dim, numbers in (("embed", shared), ("expert_embed", routed)):
+        axes = _weight_axes(dim)
+        ways = math.prod(size[axis] for axis in axes)
+        mine += numbers / ways
+        if numbers and ways > 1:
             array = width * numbers / arrays
             yield Exchange("weights", "all-gather", axes, array, 2 * calls, True)
             yield Exchange("gradients", "reduce-scatter", axes, array, calls, True)
-    copies = tuple(axis for axis in ("data", "context") if size[axis] > 1)
+    copies = tuple(axis for axis in ("data", "context") if size[axis] > 1 and axis not in _weight_axes("embed"))
     if copies:
-        mine = shared / (size["fsdp"] * size["expert"]) + routed / size["fsdp"]
         yield Exchange("gradients", "all-reduce", copies, width * mine / arrays, calls, True)
     ways = math.prod(size[axis] for axis in BATCH_AXES if axis != "context")
     tokens = cfg.batch_tokens / steps / ways / size["context"]  # of the devices of a tensor group together

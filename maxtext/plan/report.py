@@ -166,8 +166,8 @@ def _verdict(verdict: Verdict) -> str:
         return f"fits: {share}"
     if verdict.suggestions:
         return f"does not fit: {share}, {size_text(verdict.needed - verdict.capacity)} too much"
-    return (f"does not fit: {share}, and no setting of remat, mesh or accumulation would help; use more devices, or "
-            "lower train.global_batch or data.sequence_length")
+    return (f"does not fit: {share}, and no setting of remat, mesh, optimizer or accumulation would help; use more "
+            "devices, or lower train.global_batch or data.sequence_length")
 
 
 def _suggestion(overrides: Iterable[str], saves: int) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from maxtext.config.schema import Config, RematConfig
+from maxtext.config.schema import Config, RematConfig, RematMode
 from maxtext.config.validate import AXES, problems, resolve_mesh
 from maxtext.model.choose_mesh import valid_meshes, with_mesh
 from maxtext.model.prediction import Prediction, predict
@@ -21,11 +22,10 @@ from maxtext.plan.report import size_text
 from maxtext.plan.topology import PlanError, Target
 from maxtext.plan.verdict import Verdict, judge
 
-# From the least memory to the least recomputation.
-REMAT = (RematConfig(mode="full"), RematConfig(mode="names", save=("attention",)),
-         RematConfig(mode="names", save=("qkv", "attention")),
-         RematConfig(mode="names", save=("qkv", "attention", "attention_out")),
-         RematConfig(mode="names", save=("qkv", "attention", "attention_out", "gate_up")), RematConfig(mode="none"))
+# Every mode, and names from the least memory to the least recomputation.
+NAMES = ("qkv", "attention"), ("qkv", "attention", "attention_out"), ("qkv", "attention", "attention_out", "gate_up")
+REMAT = (*(RematConfig(mode=mode) for mode in typing.get_args(RematMode) if mode != "names"),
+         RematConfig(mode="names", save=("attention",)), *(RematConfig(mode="names", save=save) for save in NAMES))
 ACCUMULATION = (1, 2, 4, 8)
 HOPE = 1.25  # shapes may claim this much more than a device has before a candidate is given up uncompiled
 SHOWN_UNCOMPILED = 5

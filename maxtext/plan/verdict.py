@@ -52,7 +52,7 @@ def _estimated(cfg: Config, n_devices: int) -> int:
 
 
 def _changes(cfg: Config, n_devices: int) -> Iterator[tuple[tuple[str, ...], Config]]:
-    """One change each of remat, of what shares the weights, of the tensor axis, and of accumulation."""
+    """One change each of remat, of what shares weights, heads and positions, of the optimizer, and of accumulation."""
     train, sizes = cfg.train, resolve_mesh(cfg.mesh, n_devices)
     if train.remat.mode != "full":
         yield ("train.remat.mode=full",), _with_train(cfg, remat=RematConfig(mode="full"))
@@ -63,6 +63,12 @@ def _changes(cfg: Config, n_devices: int) -> Iterator[tuple[tuple[str, ...], Con
         if sizes[axis] % 2 == 0:
             yield from _meshes(cfg, n_devices, {axis: sizes[axis] // 2, "tensor": 2 * sizes["tensor"]})
             break
+    if sizes.get("context", 2) == 1 and sizes["fsdp"] % 2 == 0:
+        yield from _meshes(cfg, n_devices, {"fsdp": sizes["fsdp"] // 2, "context": 2})
+    if cfg.optim.moments_dtype == "float32":
+        yield ("optim.moments_dtype=bfloat16",), _with_optim(cfg, moments_dtype="bfloat16")
+    if getattr(cfg.optim, "offload", "host") == "none":
+        yield ("optim.offload=host",), _with_optim(cfg, offload="host")
     for count in range(train.gradient_accumulation_steps + 1, train.global_batch + 1):
         changed = _with_train(cfg, gradient_accumulation_steps=count)
         if not train.global_batch % count and not mesh_problems(changed, n_devices):
@@ -72,6 +78,10 @@ def _changes(cfg: Config, n_devices: int) -> Iterator[tuple[tuple[str, ...], Con
 
 def _with_train(cfg: Config, **changes: object) -> Config:
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+
+
+def _with_optim(cfg: Config, **changes: object) -> Config:
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **changes))
 
 
 def _meshes(cfg: Config, n_devices: int, sizes: dict[str, int]) -> Iterator[tuple[tuple[str, ...], Config]]:

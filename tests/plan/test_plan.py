@@ -183,7 +183,7 @@ def test_what_does_not_fit_names_three_settings_that_need_less():
     found = suggestions(cfg, 8)
     assert {one.overrides for one in found} <= {
         ("train.remat.mode=full",), ("mesh.data=1", "mesh.fsdp=8"), ("mesh.fsdp=2", "mesh.tensor=2"),
-        ("train.gradient_accumulation_steps=2",)}
+        ("train.gradient_accumulation_steps=2",), ("optim.moments_dtype=bfloat16",), ("optim.offload=host",)}
     assert len(found) == 3
     assert [one.saves for one in found] == sorted((one.saves for one in found), reverse=True)
     assert found[-1].saves > 0
@@ -193,13 +193,18 @@ def test_what_does_not_fit_names_three_settings_that_need_less():
 
 
 def test_settings_that_cannot_help_are_not_named():
-    """Full remat already, one sequence a device, and a vocabulary that two devices cannot share."""
+    """Full remat and small moments already, one sequence a device, and a vocabulary that two devices cannot share."""
     model = tiny_model(n_heads=3, n_kv_heads=1, d_ff=49, vocab_size=97)
     cfg = tiny_config(model, remat=RematConfig(mode="full"))
-    cfg = dataclasses.replace(cfg, mesh=MeshConfig(data=1, fsdp=8, tensor=1))
-    assert suggestions(cfg, 8) == ()
+    small = dataclasses.replace(cfg.optim, moments_dtype="bfloat16")
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig(data=1, fsdp=8, tensor=1), optim=small)
+    assert named(cfg) == set()
     # Four ways to share the sequences instead of eight leave each device twice the tokens: a tensor axis costs memory.
-    assert suggestions(config(), 8) == ()
+    assert named(config()) == {"optim.moments_dtype=bfloat16"}
+
+
+def named(cfg: Config) -> set[str]:
+    return {override for one in suggestions(cfg, 8) for override in one.overrides} - {"optim.offload=host"}
 
 
 @pytest.mark.parametrize(("text", "message"), [
