@@ -31,8 +31,9 @@ from maxtext.plan.topology import (
 if TYPE_CHECKING:
     from maxtext.plan.program import Program, Refusal
 
-# What decides the compiled step: these parts of a config, and the code below these folders.
-SECTIONS = ("seed", "model", "data", "optim", "schedule", "train", "mesh")
+# What decides the compiled step: all of a config but these parts, these packages, and the code below these folders.
+ASIDE = ("description", "run_name", "output_dir", "checkpoint", "eval", "generate", "log")
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax")
 CODE = ("data", "kernels", "model", "parallel", "plan", "train")
 
 
@@ -173,10 +174,9 @@ def compiled(cfg: Config, target: Target, folder: Path | None) -> tuple[Program 
 
 def cache_key(cfg: Config, target: Target) -> str:
     """A name that changes with everything that decides the compiled step: config, target, code, versions and flags."""
-    tree = dataclasses.asdict(cfg)
-    parts: dict[str, Any] = {name: tree[name] for name in SECTIONS}
+    parts: dict[str, Any] = {name: part for name, part in dataclasses.asdict(cfg).items() if name not in ASIDE}
     parts |= {"topology": target.name, "flags": compiler_flags()}
-    parts["versions"] = [_version(package) for package in ("jax", "jaxlib", "libtpu", "flax", "optax")]
+    parts["versions"] = [_version(package) for package in COMPILERS]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     package = Path(__file__).resolve().parents[1]
     for part in CODE:

@@ -27,7 +27,7 @@ from maxtext.plan.topology import PlanError, compiler_flags
 from maxtext.train.state import abstract_state
 from maxtext.train.step import compile_train_step
 
-PACKAGES = ("jax", "jaxlib", "libtpu")
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
