@@ -19,6 +19,8 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f
          "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
+_END = re.compile(r"^\}(, execution_thread=\"[^\"]*\")?\s*$")
+_START = re.compile(r"^\s+(ROOT )?%?[\w.\-]+ = ")
 _NAME = re.compile(r"%([\w.\-]+)")
 
 
@@ -91,21 +93,31 @@ def byte_size(type_text: str) -> int:
 def parse(text: str) -> Module:
     """The computations of a module's text."""
     computations: dict[str, Computation] = {}
-    current, entry = None, ""
+    current, entry, lines = None, "", list[str]()
     for line in text.splitlines():
         if current is None:
             head = _HEAD.match(line)
             if head:
                 current = computations[head[2]] = Computation(head[2])
                 entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif " = " in line:
-            instruction = _instruction(line)
-            current.instructions[instruction.name] = instruction
+        elif _END.match(line):
+            _add(current, lines)
+            current, lines = None, []
+        elif _START.match(line) or not lines:
+            _add(current, lines)
+            lines = [line]
+        else:  # what a kernel says of itself may hold line breaks
+            lines.append(line)
     if not entry:
         raise ValueError("the text holds no ENTRY computation: it is not an HLO module")
     return Module(computations, entry)
+
+
+def _add(computation: Computation, lines: list[str]) -> None:
+    line = " ".join(lines)
+    if " = " in line:
+        instruction = _instruction(line)
+        computation.instructions[instruction.name] = instruction
 
 
 def _instruction(line: str) -> Instruction:

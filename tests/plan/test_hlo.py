@@ -130,6 +130,27 @@ def test_flops_of_kernels_are_what_they_declare():
     assert kernel_flops(run) == 0
 
 
+def test_an_instruction_may_go_over_several_lines():
+    """As that of a Mosaic kernel does, whose own words end in a brace at the start of a line."""
+    text = """ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  %splash_fwd.2 = f32[4] custom-call(%p), custom_call_target="tpu_custom_call", backend_config={"custom_call_config": {
+"xprof_metadata":"{\\"block_q\\": 1024, \\"x = y\\": 1}"
+}}, metadata={op_name="jit(f)/kernel_flops_45/splash_fwd/pallas_call"}
+  ROOT %r = f32[4] add(%splash_fwd.2, %p)
+}, execution_thread="main"
+
+%after (p: f32[4]) -> f32[4] {
+  ROOT %p = f32[4] parameter(0)
+}
+"""
+    assert set(parse(text).computations) == {"main", "after"}
+    runs = Walk(parse(text)).runs
+    assert [run.instruction.name for run in runs] == ["p", "splash_fwd.2", "r"]
+    assert kernel_flops(runs[1]) == 45
+    assert kernel_name(runs[1]) == "splash_fwd"
+
+
 CUDA = """ENTRY %main (q: bf16[1,1024,4,128]) -> bf16[1,4,1024,128] {
   %q = bf16[1,1024,4,128]{3,2,1,0} parameter(0)
   %a.5 = (bf16[1,4,1024,128]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", \
