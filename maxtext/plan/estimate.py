@@ -6,6 +6,7 @@ import dataclasses
 
 from maxtext.config.schema import Config
 from maxtext.model.cost import flops_per_token
+from maxtext.model.prediction import attention_efficiency
 from maxtext.parallel.chips import MATMUL_EFFICIENCY
 from maxtext.parallel.network import LATENCIES, SWITCH_EFFICIENCY, spread
 from maxtext.plan.collectives import UNKNOWN, Traffic
@@ -38,14 +39,16 @@ def estimate(cfg: Config, target: Target, program: Program) -> Estimate:
     if chip is None:
         return Estimate(model_flops, *[None] * 6, assumptions=("the peak of this CPU is not known: no time, no MFU",))
     rate = MATMUL_EFFICIENCY[chip.platform] * chip.peak_flops
-    kernel_seconds = program.kernel_flops / rate
+    attention_rate = attention_efficiency(chip, cfg.model.head_width) * chip.peak_flops
+    kernel_seconds = ((program.kernel_flops - program.attention_flops) / rate
+                      + program.attention_flops / attention_rate)
     matmul_seconds = program.matmul_flops / rate + kernel_seconds
     clock = chip.peak_flops / FLOPS_PER_CYCLE[chip.name] if program.cycles else None
     cycle_seconds = program.cycles / clock + kernel_seconds if clock else None
     hidden, exposed = (collective_seconds(target, program, overlapped) for overlapped in (True, False))
     step = max(matmul_seconds, cycle_seconds or 0.0, hidden) + exposed
     return Estimate(model_flops, matmul_seconds, cycle_seconds, hidden, exposed, step,
-                    100 * model_flops / (step * chip.peak_flops), _assumptions(target, program, clock))
+                    100 * model_flops / (step * chip.peak_flops), _assumptions(cfg, target, program, clock))
 
 
 def collective_seconds(target: Target, program: Program, asynchronous: bool) -> float:
@@ -73,7 +76,7 @@ def axis_bandwidth(target: Target, torus_dims: int) -> float:
     return 2 * max(torus_dims, 1) * target.chip.link_bytes / target.chip.devices
 
 
-def _assumptions(target: Target, program: Program, clock: float | None) -> tuple[str, ...]:
+def _assumptions(cfg: Config, target: Target, program: Program, clock: float | None) -> tuple[str, ...]:
     chip = target.chip
     assert chip is not None
     lines = [f"peak {chip.peak_flops / 1e12:,.1f} TFLOP/s a device in bfloat16; matmuls reach "
@@ -81,6 +84,9 @@ def _assumptions(target: Target, program: Program, clock: float | None) -> tuple
     if clock:
         lines.append(f"XLA's estimated cycles at {clock / 1e9:.2f} GHz (the peak over "
                      f"{FLOPS_PER_CYCLE[chip.name]:,} FLOPs a cycle)")
+    if program.attention_flops:
+        width, share = cfg.model.head_width, attention_efficiency(chip, cfg.model.head_width)
+        lines.append(f"attention kernels with heads of {width} reach {share:.0%} of the peak")
     lines += [*link_assumptions(target),
               "asynchronous collectives overlap computing fully, synchronous ones not at all",
               "no time for the host, the data or stalls of memory that XLA does not see"]

@@ -20,6 +20,11 @@ def kernel_name(run: Run) -> str | None:
     return re.sub(r"([.\d]|\.(clone|remat\d*))+$", "", run.instruction.name) or found[1]
 
 
+def is_attention(name: str) -> bool:
+    """Whether a kernel of this name is one of attention: splash, flash or cuDNN's."""
+    return re.search("splash|flash|fmha|attention", name) is not None
+
+
 def kernel_flops(run: Run) -> int | None:
     """FLOPs of one execution of a custom kernel; None when they are not known, 0 when it is no kernel."""
     name, one = kernel_name(run), run.instruction

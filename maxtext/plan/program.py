@@ -22,7 +22,7 @@ from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.plan.collectives import UNKNOWN, Traffic, is_collective, traffic
 from maxtext.plan.hlo import Walk, estimated_cycles, holds_matmul, matmul_flops, parse
-from maxtext.plan.kernels import kernel_flops, kernel_name
+from maxtext.plan.kernels import is_attention, kernel_flops, kernel_name
 from maxtext.plan.topology import PlanError, compiler_flags
 from maxtext.train.state import abstract_state
 from maxtext.train.step import compile_train_step
@@ -57,6 +57,7 @@ class Program:
     kernels: int  # executions of custom kernels a step
     silent_kernels: int  # of these, executions whose FLOPs are not known
     kernel_names: dict[str, int]  # executions of each
+    attention_flops: int  # of kernel_flops, what attention kernels do
     cycles: int  # XLA's estimate for the matrix and vector units, without kernels and collectives; 0: it makes none
     matmul_cycles: int  # of these, in fusions around a matmul
     traffic: tuple[Traffic, ...]
@@ -148,10 +149,11 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
     rows = traffic(walk.runs, shape)
     flops = sum(run.times * matmul_flops(run) for run in walk.runs)
     kernels = [(run.times, declared) for run in walk.runs if (declared := kernel_flops(run)) != 0]
-    names = collections.Counter[str]()
+    names, attention = collections.Counter[str](), 0
     for run in walk.runs:
         if name := kernel_name(run):
             names[name] += run.times
+            attention += run.times * (kernel_flops(run) or 0) if is_attention(name) else 0
     # A fusion's line speaks for all inside it; what starts and finishes apart runs on other units.
     timed = [run for run in walk.runs if not run.fused and not run.asynchronous and not is_collective(run)]
     stats = compiled.memory_analysis()
@@ -162,6 +164,7 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
         kernel_flops=sum(times * (declared or 0) for times, declared in kernels),
         kernels=sum(times for times, _ in kernels),
         silent_kernels=sum(times for times, declared in kernels if declared is None), kernel_names=dict(names),
+        attention_flops=attention,
         cycles=sum(run.times * estimated_cycles(run) for run in timed),
         matmul_cycles=sum(run.times * estimated_cycles(run) for run in timed
                           if holds_matmul(walk.module, run.instruction)),

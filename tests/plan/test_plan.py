@@ -122,7 +122,7 @@ def test_cycles_are_those_of_the_matrix_and_vector_units():
     read = read_program(step, make_mesh(config(), jax.devices()), 1.0, 2.0)
     assert (read.cycles, read.matmul_cycles, read.matmul_flops) == (107, 100, 2 * 4 * 8 * 16)
     assert (read.kernels, read.silent_kernels, read.kernel_flops) == (1, 1, 0)
-    assert read.kernel_names == {"splash_fwd": 1}
+    assert (read.kernel_names, read.attention_flops) == ({"splash_fwd": 1}, 0)
     assert read.memory == Memory(arguments=0, outputs=1, aliased=2, temporaries=3, code=4)
     assert read.torus_dims == {"fsdp": 0}
 
@@ -137,7 +137,8 @@ V5P = read_target("v5p:2x2x2")
 
 def made_program(**changes: Any) -> Program:
     made = Program(mesh={"data": 1, "fsdp": 8, "expert": 1, "tensor": 1}, memory=MEMORY, matmul_flops=10**12,
-                   kernel_flops=0, kernels=0, silent_kernels=0, kernel_names={}, cycles=0, matmul_cycles=0, traffic=(),
+                   kernel_flops=0, kernels=0, silent_kernels=0, kernel_names={}, attention_flops=0, cycles=0,
+                   matmul_cycles=0, traffic=(),
                    torus_dims={}, unknown_loops=(), branches=0, trace_seconds=1.0, compile_seconds=2.0,
                    versions={"jax": "1"}, flags=(), date="2026-01-31")
     return dataclasses.replace(made, **changes)
@@ -152,7 +153,16 @@ def test_time_is_the_longer_of_computing_and_overlapped_collectives_and_then_wha
     both = estimate(cfg, V5P, dataclasses.replace(busy, traffic=rows, torus_dims={"fsdp": 3, "data": 1}))
     assert (both.hidden_seconds, both.exposed_seconds) == pytest.approx((6e10 / 600e9, 1e10 / 200e9))
     assert both.step_seconds == pytest.approx(0.1 + 0.05)
+    kernels = made_program(matmul_flops=0, kernel_flops=10**12, attention_flops=4 * 10**11, kernel_names={"splash": 1})
+    slow = estimate(wide_heads(), V5P, kernels)
+    assert slow.step_seconds == pytest.approx(6e11 / (0.83 * 459e12) + 4e11 / (0.36 * 459e12))
+    assert "attention kernels with heads of 128 reach 36% of the peak" in slow.assumptions
     assert both.mfu == pytest.approx(100 * both.model_flops / 0.15 / 459e12)
+
+
+def wide_heads() -> Config:
+    cfg = config()
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, head_dim=128))
 
 
 def test_devices_of_one_chip_share_its_links():
