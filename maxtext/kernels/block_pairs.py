@@ -11,7 +11,7 @@ W width of a value, P pair.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +44,30 @@ class State(NamedTuple):
     read_NBKGTW: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """Which keys a query sees, besides the order and the documents; `scale` multiplies the scores."""
+class Saved(NamedTuple):
+    """Of each query: gradient of what it read, logarithm of its softmax's sum, and the product of the gradient with
+    what it read."""
 
-    window: int | None
-    scale: float
+    dy_NBKGTW: jax.Array
+    log_sum_NBKGT: jax.Array
+    product_NBKGT: jax.Array
 
 
 # Columns of a list of pairs, int32 (P, 4). A pair with no keys is empty, and is skipped.
 QUERY, KEY, OFFSET, VALID = range(4)  # block of queries; of keys; first position of the one minus the other's; its keys
+
+
+class Kernel(Protocol):
+    """One pair: its arguments are single blocks, without the dim N."""
+
+    def read(self, query: Queries, key: Keys, pair_4: jax.Array) -> State:
+        """What the queries read of these keys alone."""
+        ...
+
+    def gradients(self, query: Queries, saved: Saved, key: Keys,
+                  pair_4: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What the pair adds to the gradients of queries, keys and values, float32."""
+        ...
 
 
 def start(queries: Queries, width: int) -> State:
@@ -63,7 +77,7 @@ def start(queries: Queries, width: int) -> State:
     return vary(state, varying_axes(queries.q_NBKGTH))
 
 
-def accumulate(state: State, queries: Queries, keys: Keys, pairs_P4: jax.Array, mask: Mask, skip: bool) -> State:
+def accumulate(state: State, queries: Queries, keys: Keys, pairs_P4: jax.Array, kernel: Kernel, skip: bool) -> State:
     """Reads the keys of each pair.
 
     Args:
@@ -75,15 +89,7 @@ def accumulate(state: State, queries: Queries, keys: Keys, pairs_P4: jax.Array, 
         block, query, key = _take(state, pair_4[QUERY]), _take(queries, pair_4[QUERY]), _take(keys, pair_4[KEY])
 
         def read() -> State:
-            peak_BKGT, sum_BKGT, read_BKGTW = block
-            scores_BKGTS = _scores(query, key, pair_4, mask)
-            higher_BKGT = jnp.maximum(peak_BKGT, scores_BKGTS.max(-1))
-            exp_BKGTS = jnp.exp(scores_BKGTS - higher_BKGT[..., None])
-            fade_BKGT = jnp.exp(peak_BKGT - higher_BKGT)
-            new_BKGTW = jnp.einsum("bkgts,bksw->bkgtw", exp_BKGTS.astype(key.v_NBKSW.dtype), key.v_NBKSW,
-                                   preferred_element_type=jnp.float32)
-            return State(higher_BKGT, sum_BKGT * fade_BKGT + exp_BKGTS.sum(-1),
-                         read_BKGTW * fade_BKGT[..., None] + new_BKGTW)
+            return _merge(block, kernel.read(query, key, pair_4))
 
         block = jax.lax.cond(_meets(query, key, pair_4), read, lambda: block) if skip else read()
         return _put(state, block, pair_4[QUERY]), None
@@ -91,72 +97,81 @@ def accumulate(state: State, queries: Queries, keys: Keys, pairs_P4: jax.Array, 
     return jax.lax.scan(body, state, pairs_P4)[0]
 
 
+def _merge(one: State, other: State) -> State:
+    peak = jnp.maximum(one.peak_NBKGT, other.peak_NBKGT)
+    fade, other_fade = jnp.exp(one.peak_NBKGT - peak), jnp.exp(other.peak_NBKGT - peak)
+    return State(peak, one.sum_NBKGT * fade + other.sum_NBKGT * other_fade,
+                 one.read_NBKGTW * fade[..., None] + other.read_NBKGTW * other_fade[..., None])
+
+
 def finish(state: State, sinks_KG: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """What each query reads, (N, B, K, G, T, W), and the logarithm of its softmax's sum, (N, B, K, G, T), float32."""
-    peak_NBKGT, sum_NBKGT = state.peak_NBKGT, state.sum_NBKGT
-    read_NBKGTW = state.read_NBKGTW
     if sinks_KG is not None:
-        sinks_KG1 = sinks_KG.astype(jnp.float32)[..., None]
-        higher_NBKGT = jnp.maximum(peak_NBKGT, sinks_KG1)
-        fade_NBKGT = jnp.exp(peak_NBKGT - higher_NBKGT)
-        sum_NBKGT = sum_NBKGT * fade_NBKGT + jnp.exp(sinks_KG1 - higher_NBKGT)
-        peak_NBKGT, read_NBKGTW = higher_NBKGT, read_NBKGTW * fade_NBKGT[..., None]
-    return read_NBKGTW / sum_NBKGT[..., None], peak_NBKGT + jnp.log(sum_NBKGT)
+        peak_NBKGT = jnp.broadcast_to(sinks_KG.astype(jnp.float32)[..., None], state.sum_NBKGT.shape)
+        state = _merge(state, State(peak_NBKGT, jnp.ones_like(peak_NBKGT), jnp.zeros_like(state.read_NBKGTW)))
+    return state.read_NBKGTW / state.sum_NBKGT[..., None], state.peak_NBKGT + jnp.log(state.sum_NBKGT)
 
 
-class Saved(NamedTuple):
-    """Of each query: gradient of what it read, logarithm of its softmax's sum, and the product of the gradient with
-    what it read."""
-
-    dy_NBKGTW: jax.Array
-    log_sum_NBKGT: jax.Array
-    product_NBKGT: jax.Array
-
-
-def gradients(dq_NBKGTH: jax.Array, queries: Queries, saved: Saved, keys: Keys, pairs_P4: jax.Array, mask: Mask,
+def gradients(dq_NBKGTH: jax.Array, queries: Queries, saved: Saved, keys: Keys, pairs_P4: jax.Array, kernel: Kernel,
               skip: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds to the gradient of the queries; gives those of these keys and values, all float32."""
-    dtype = keys.k_NBKSH.dtype
 
     def body(total: tuple, pair_4: jax.Array) -> tuple[tuple, None]:
         dq_NBKGTH, dkv = total
         query, row, key = _take(queries, pair_4[QUERY]), _take(saved, pair_4[QUERY]), _take(keys, pair_4[KEY])
-        dq_BKGTH, dkv_block = _take(dq_NBKGTH, pair_4[QUERY]), _take(dkv, pair_4[KEY])
+        part = (_take(dq_NBKGTH, pair_4[QUERY]), *_take(dkv, pair_4[KEY]))
 
         def add() -> tuple:
-            probs_BKGTS = jnp.exp(_scores(query, key, pair_4, mask) - row.log_sum_NBKGT[..., None])
-            dprobs_BKGTS = jnp.einsum("bkgtw,bksw->bkgts", row.dy_NBKGTW, key.v_NBKSW,
-                                      preferred_element_type=jnp.float32)
-            dscores_BKGTS = probs_BKGTS * (dprobs_BKGTS - row.product_NBKGT[..., None]) * mask.scale
-            dscores_BKGTS, probs_BKGTS = dscores_BKGTS.astype(dtype), probs_BKGTS.astype(row.dy_NBKGTW.dtype)
-            dv_BKSW = jnp.einsum("bkgts,bkgtw->bksw", probs_BKGTS, row.dy_NBKGTW, preferred_element_type=jnp.float32)
-            dk_BKSH = jnp.einsum("bkgts,bkgth->bksh", dscores_BKGTS, query.q_NBKGTH,
-                                 preferred_element_type=jnp.float32)
-            new_BKGTH = jnp.einsum("bkgts,bksh->bkgth", dscores_BKGTS, key.k_NBKSH,
-                                   preferred_element_type=jnp.float32)
-            return dq_BKGTH + new_BKGTH, (dkv_block[0] + dk_BKSH, dkv_block[1] + dv_BKSW)
+            return tuple(x + dx for x, dx in zip(part, kernel.gradients(query, row, key, pair_4), strict=True))
 
-        part = (dq_BKGTH, dkv_block)
-        dq_BKGTH, dkv_block = jax.lax.cond(_meets(query, key, pair_4), add, lambda: part) if skip else add()
-        return (_put(dq_NBKGTH, dq_BKGTH, pair_4[QUERY]), _put(dkv, dkv_block, pair_4[KEY])), None
+        dq_BKGTH, *dkv_block = jax.lax.cond(_meets(query, key, pair_4), add, lambda: part) if skip else add()
+        return (_put(dq_NBKGTH, dq_BKGTH, pair_4[QUERY]), _put(dkv, tuple(dkv_block), pair_4[KEY])), None
 
     zeros = vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in keys[:2]), varying_axes(keys.k_NBKSH))
     (dq_NBKGTH, (dk_NBKSH, dv_NBKSW)), _ = jax.lax.scan(body, (dq_NBKGTH, zeros), pairs_P4)
     return dq_NBKGTH, dk_NBKSH, dv_NBKSW
 
 
-def _scores(query: Queries, key: Keys, pair_4: jax.Array, mask: Mask) -> jax.Array:
-    """Scores of one pair, (B, K, G, T, S) float32, with those that are not seen far below all others."""
-    scores_BKGTS = jnp.einsum("bkgth,bksh->bkgts", query.q_NBKGTH, key.k_NBKSH,
-                              preferred_element_type=jnp.float32) * mask.scale
-    t, s = jnp.arange(scores_BKGTS.shape[3])[:, None], jnp.arange(scores_BKGTS.shape[4])[None]
-    back_TS = pair_4[OFFSET] + t - s  # how far back the key lies
-    seen = (back_TS >= 0) & (s < pair_4[VALID])
-    if mask.window is not None:
-        seen &= back_TS < mask.window
-    if query.segments_NBT is not None and key.segments_NBS is not None:
-        seen = seen & (query.segments_NBT[:, :, None] == key.segments_NBS[:, None, :])[:, None, None]
-    return jnp.where(seen, scores_BKGTS, MASKED)
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A pair in plain JAX; `scale` multiplies the scores."""
+
+    window: int | None
+    scale: float
+
+    def read(self, query: Queries, key: Keys, pair_4: jax.Array) -> State:
+        scores_BKGTS = self._scores(query, key, pair_4)
+        peak_BKGT = scores_BKGTS.max(-1)
+        exp_BKGTS = jnp.exp(scores_BKGTS - peak_BKGT[..., None])
+        read_BKGTW = jnp.einsum("bkgts,bksw->bkgtw", exp_BKGTS.astype(key.v_NBKSW.dtype), key.v_NBKSW,
+                                preferred_element_type=jnp.float32)
+        return State(peak_BKGT, exp_BKGTS.sum(-1), read_BKGTW)
+
+    def gradients(self, query: Queries, saved: Saved, key: Keys,
+                  pair_4: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        probs_BKGTS = jnp.exp(self._scores(query, key, pair_4) - saved.log_sum_NBKGT[..., None])
+        dprobs_BKGTS = jnp.einsum("bkgtw,bksw->bkgts", saved.dy_NBKGTW, key.v_NBKSW,
+                                  preferred_element_type=jnp.float32)
+        dscores_BKGTS = probs_BKGTS * (dprobs_BKGTS - saved.product_NBKGT[..., None]) * self.scale
+        dscores_BKGTS = dscores_BKGTS.astype(key.k_NBKSH.dtype)
+        dq_BKGTH = jnp.einsum("bkgts,bksh->bkgth", dscores_BKGTS, key.k_NBKSH, preferred_element_type=jnp.float32)
+        dk_BKSH = jnp.einsum("bkgts,bkgth->bksh", dscores_BKGTS, query.q_NBKGTH, preferred_element_type=jnp.float32)
+        dv_BKSW = jnp.einsum("bkgts,bkgtw->bksw", probs_BKGTS.astype(saved.dy_NBKGTW.dtype), saved.dy_NBKGTW,
+                             preferred_element_type=jnp.float32)
+        return dq_BKGTH, dk_BKSH, dv_BKSW
+
+    def _scores(self, query: Queries, key: Keys, pair_4: jax.Array) -> jax.Array:
+        """Scores of one pair, (B, K, G, T, S) float32, with those that are not seen far below all others."""
+        scores_BKGTS = jnp.einsum("bkgth,bksh->bkgts", query.q_NBKGTH, key.k_NBKSH,
+                                  preferred_element_type=jnp.float32) * self.scale
+        t, s = jnp.arange(scores_BKGTS.shape[3])[:, None], jnp.arange(scores_BKGTS.shape[4])[None]
+        back_TS = pair_4[OFFSET] + t - s  # how far back the key lies
+        seen = (back_TS >= 0) & (s < pair_4[VALID])
+        if self.window is not None:
+            seen &= back_TS < self.window
+        if query.segments_NBT is not None and key.segments_NBS is not None:
+            seen = seen & (query.segments_NBT[:, :, None] == key.segments_NBS[:, None, :])[:, None, None]
+        return jnp.where(seen, scores_BKGTS, MASKED)
 
 
 def _meets(query: Queries, key: Keys, pair_4: jax.Array) -> jax.Array:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels import block_pairs
-from maxtext.kernels.block_pairs import Keys, Mask, Queries, Saved, State
+from maxtext.kernels.block_pairs import Kernel, Keys, Plain, Queries, Saved, State
 from maxtext.kernels.context_layout import (
     Layout,
+    by_kind,
     fetched_pairs,
     gathered_pairs,
     has_empty,
@@ -36,18 +37,21 @@ from maxtext.kernels.context_layout import (
     own_pairs,
     ring_pairs,
 )
+from maxtext.kernels.splash_pair import SplashPair, kind_of, splash_block
 from maxtext.kernels.ulysses import ulysses_attention
 from maxtext.parallel.collectives import vary, varying_axes
 from maxtext.parallel.sequence import check_length
 
 Strategy = Literal["all_gather", "ring", "ulysses"]
+PairKernel = Literal["blocked", "splash", "splash_interpreted"]
 SCORE_BYTES = 32 << 20  # most of one block of float32 scores
 LEAST, MOST = 128, 1024  # tokens of a block
 
 
 def context_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array, segments_BT: jax.Array | None,
                       sinks_KG: jax.Array | None, *, window: int | None, scale: float, axis: str, strategy: Strategy,
-                      inner: Callable[..., jax.Array], block: int | None = None) -> jax.Array:
+                      inner: Callable[..., jax.Array], kernel: PairKernel = "blocked",
+                      block: int | None = None) -> jax.Array:
     """Softmax attention of each position over itself and earlier ones of the whole sequence.
 
     Args:
@@ -61,6 +65,8 @@ def context_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array, 
       strategy: how keys and values reach the queries; the result differs by rounding only.
       inner: attention on whole sequences, `inner(q, k, v, segments, sinks, window=, scale=)`, for ulysses and for an
         axis of one device.
+      kernel: what computes a pair of blocks in all_gather and ring: plain JAX, or JAX's splash kernels for TPUs, which
+        need chunks of a multiple of 128 tokens.
       block: tokens in a block of all_gather and ring; chosen by default.
 
     Returns:
@@ -78,8 +84,8 @@ def context_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array, 
     if strategy == "ulysses":
         return ulysses_attention(arrays, functools.partial(inner, window=window, scale=scale), axis)
     layout = Layout(devices, q_BTKGH.shape[1] // 2, 0, window)
-    layout = dataclasses.replace(layout, block=block or _block(layout, q_BTKGH))
-    return _shared(_Plan(layout, Mask(window, scale), axis, strategy), *arrays)
+    chosen = splash_block(layout.chunk, window) if kernel != "blocked" else _block(layout, q_BTKGH)
+    return _shared(_Plan(dataclasses.replace(layout, block=block or chosen), scale, axis, strategy, kernel), *arrays)
 
 
 def _block(layout: Layout, q_BTKGH: jax.Array) -> int:
@@ -98,9 +104,14 @@ def _block(layout: Layout, q_BTKGH: jax.Array) -> int:
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     layout: Layout
-    mask: Mask
+    scale: float
     axis: str
-    strategy: str
+    strategy: Strategy
+    kernel: PairKernel
+
+    @property
+    def splash(self) -> bool:
+        return self.kernel != "blocked"
 
     @property
     def ring(self) -> bool:
@@ -120,15 +131,15 @@ def _shared(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Arra
 
 def _forward(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array, segments_BT: jax.Array | None,
              sinks_KG: jax.Array | None) -> tuple[jax.Array, tuple]:
-    queries, keys = _to_blocks(plan.layout, q_BTKGH, k_BTKH, v_BTKW, segments_BT)
+    queries, keys = _to_blocks(plan, q_BTKGH, k_BTKH, v_BTKW, segments_BT)
     state = block_pairs.start(queries, v_BTKW.shape[-1])
     if plan.ring:
         state = _ring(plan, state, queries, keys)
     else:
         fetched = _fetch(plan, keys)
-        state = _accumulate(plan, state, queries, keys, *_mine(plan, own_pairs(plan.layout)))
+        state = _accumulate(state, queries, keys, _lots(plan, own_pairs(plan.layout)))
         if fetched is not None:
-            state = _accumulate(plan, state, queries, fetched, *_mine(plan, plan.pairs(plan.layout)))
+            state = _accumulate(state, queries, fetched, _lots(plan, plan.pairs(plan.layout)))
     y_NBKGTW, log_sum_NBKGT = block_pairs.finish(state, sinks_KG)
     y_BTKGW = _from_blocks(plan.layout, y_NBKGTW.transpose(0, 1, 4, 2, 3, 5)).astype(v_BTKW.dtype)
     # Named as the result of attention is, so that a step that keeps the one need not compute the other again.
@@ -138,20 +149,22 @@ def _forward(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Arr
 
 def _backward(plan: _Plan, saved: tuple, dy_BTKGW: jax.Array) -> tuple:
     q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, y_BTKGW, log_sum_NBKGT = saved
-    queries, keys = _to_blocks(plan.layout, q_BTKGH, k_BTKH, v_BTKW, segments_BT)
+    queries, keys = _to_blocks(plan, q_BTKGH, k_BTKH, v_BTKW, segments_BT)
     product_BTKG = (dy_BTKGW.astype(jnp.float32) * y_BTKGW).sum(-1)
     product_NBKGT = _blocks(plan.layout, product_BTKG).transpose(0, 1, 3, 4, 2)
     rows = Saved(_blocks(plan.layout, dy_BTKGW).transpose(0, 1, 3, 4, 2, 5), log_sum_NBKGT, product_NBKGT)
     zeros = vary(jnp.zeros(queries.q_NBKGTH.shape, jnp.float32), varying_axes(queries.q_NBKGTH))
-    step = functools.partial(_gradients, plan, queries, rows)
+    step = functools.partial(_gradients, queries, rows)
     if plan.ring:
         dq_NBKGTH, dkv = _ring_gradients(plan, step, zeros, keys)
     else:
         fetched = _fetch(plan, keys)
-        dq_NBKGTH, dkv = step(zeros, keys, *_mine(plan, own_pairs(plan.layout)))
+        dq_NBKGTH, dkv = step(zeros, keys, _lots(plan, own_pairs(plan.layout)))
         if fetched is not None:
-            dq_NBKGTH, dfetched = step(dq_NBKGTH, fetched, *_mine(plan, plan.pairs(plan.layout)))
+            dq_NBKGTH, dfetched = step(dq_NBKGTH, fetched, _lots(plan, plan.pairs(plan.layout)))
             dkv = jax.tree.map(jnp.add, dkv, _give_back(plan, dfetched, keys))
+    if plan.splash:
+        dq_NBKGTH *= plan.scale
     dq_BTKGH = _from_blocks(plan.layout, dq_NBKGTH.transpose(0, 1, 4, 2, 3, 5)).astype(q_BTKGH.dtype)
     dk_BTKH, dv_BTKW = (_from_blocks(plan.layout, x.transpose(0, 1, 3, 2, 4)).astype(like.dtype)
                         for x, like in zip(dkv, (k_BTKH, v_BTKW), strict=True))
@@ -165,21 +178,42 @@ def _backward(plan: _Plan, saved: tuple, dy_BTKGW: jax.Array) -> tuple:
 _shared.defvjp(_forward, _backward)
 
 
-def _accumulate(plan: _Plan, state: State, queries: Queries, keys: Keys, pairs_P4: jax.Array, skip: bool) -> State:
-    return block_pairs.accumulate(state, queries, keys, pairs_P4, plan.mask, skip or queries.segments_NBT is not None)
+class _Lot(NamedTuple):
+    """Pairs of one kind, this device's (..., P, 4), and what computes them."""
+
+    pairs: jax.Array
+    kernel: Kernel
+    skip: bool  # whether some device's are empty
 
 
-def _gradients(plan: _Plan, queries: Queries, rows: Saved, dq_NBKGTH: jax.Array, keys: Keys, pairs_P4: jax.Array,
-               skip: bool) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    skip = skip or queries.segments_NBT is not None
-    dq_NBKGTH, dk, dv = block_pairs.gradients(dq_NBKGTH, queries, rows, keys, pairs_P4, plan.mask, skip)
-    return dq_NBKGTH, (dk, dv)
+def _lots(plan: _Plan, pairs: np.ndarray) -> list[_Lot]:
+    """What this device does of the lists (..., C, P, 4) of all."""
+    window, block = plan.layout.window, plan.layout.block
+    lists: dict[Kernel, np.ndarray] = {Plain(window, plan.scale): pairs}
+    if plan.splash:  # a kernel of its own for each mask
+        kinds = by_kind(pairs, lambda offset: kind_of(offset, block, window))
+        lists = {SplashPair(block, window, offset, plan.kernel == "splash_interpreted"): part
+                 for offset, part in kinds.items()}
+    device = jax.lax.axis_index(plan.axis)
+    return [_Lot(jax.lax.dynamic_index_in_dim(jnp.asarray(part), device, part.ndim - 3, False), kernel, has_empty(part))
+            for kernel, part in lists.items()]
 
 
-def _mine(plan: _Plan, pairs: np.ndarray) -> tuple[jax.Array, bool]:
-    """This device's list of (..., C, P, 4), and whether some device's has empty pairs."""
-    lists = jax.lax.dynamic_index_in_dim(jnp.asarray(pairs), jax.lax.axis_index(plan.axis), pairs.ndim - 3, False)
-    return lists, has_empty(pairs)
+def _accumulate(state: State, queries: Queries, keys: Keys, lots: Sequence[_Lot]) -> State:
+    for lot in lots:
+        skip = lot.skip or queries.segments_NBT is not None
+        state = block_pairs.accumulate(state, queries, keys, lot.pairs, lot.kernel, skip)
+    return state
+
+
+def _gradients(queries: Queries, rows: Saved, dq_NBKGTH: jax.Array, keys: Keys,
+               lots: Sequence[_Lot]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    parts = []
+    for lot in lots:
+        skip = lot.skip or queries.segments_NBT is not None
+        dq_NBKGTH, *dkv = block_pairs.gradients(dq_NBKGTH, queries, rows, keys, lot.pairs, lot.kernel, skip)
+        parts.append(tuple(dkv))
+    return dq_NBKGTH, functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
 
 
 # Fetching
@@ -216,38 +250,44 @@ def _fetch_array(plan: _Plan, x_N: jax.Array) -> jax.Array:
 
 
 def _ring(plan: _Plan, state: State, queries: Queries, keys: Keys) -> State:
-    lists, skip = _mine(plan, ring_pairs(plan.layout))
+    lots = _lots(plan, ring_pairs(plan.layout))
     arriving = _shift(plan, keys)
-    state = _accumulate(plan, state, queries, keys, *_mine(plan, own_pairs(plan.layout)))
+    state = _accumulate(state, queries, keys, _lots(plan, own_pairs(plan.layout)))
 
-    def hop(carry: tuple[State, Keys], pairs_P4: jax.Array) -> tuple[tuple[State, Keys], None]:
+    def hop(carry: tuple[State, Keys], pairs: list[jax.Array]) -> tuple[tuple[State, Keys], None]:
         state, keys = carry
-        return (_accumulate(plan, state, queries, keys, pairs_P4, skip), _shift(plan, keys)), None
+        return (_accumulate(state, queries, keys, _with(lots, pairs)), _shift(plan, keys)), None
 
-    if len(lists) > 1:
-        (state, arriving), _ = jax.lax.scan(hop, (state, arriving), lists[:-1])
-    return _accumulate(plan, state, queries, arriving, lists[-1], skip)
+    if plan.layout.devices > 2:
+        (state, arriving), _ = jax.lax.scan(hop, (state, arriving), [lot.pairs[:-1] for lot in lots])
+    return _accumulate(state, queries, arriving, _with(lots, [lot.pairs[-1] for lot in lots]))
 
 
 def _ring_gradients(plan: _Plan, step: Callable, dq_NBKGTH: jax.Array, keys: Keys) -> tuple[jax.Array, tuple]:
     """The gradients of keys and values travel with them, one hop behind, and end with one more hop at home."""
-    lists, skip = _mine(plan, ring_pairs(plan.layout))
+    lots = _lots(plan, ring_pairs(plan.layout))
     arriving = _shift(plan, keys)
-    dq_NBKGTH, dkv = step(dq_NBKGTH, keys, *_mine(plan, own_pairs(plan.layout)))
+    dq_NBKGTH, dkv = step(dq_NBKGTH, keys, _lots(plan, own_pairs(plan.layout)))
 
-    def add(dq_NBKGTH: jax.Array, dkv: tuple, keys: Keys, pairs_P4: jax.Array) -> tuple[jax.Array, tuple]:
+    def add(dq_NBKGTH: jax.Array, dkv: tuple, keys: Keys, pairs: list[jax.Array]) -> tuple[jax.Array, tuple]:
         moved = _shift(plan, dkv)
-        dq_NBKGTH, new = step(dq_NBKGTH, keys, pairs_P4, skip)
+        dq_NBKGTH, new = step(dq_NBKGTH, keys, _with(lots, pairs))
         return dq_NBKGTH, jax.tree.map(jnp.add, moved, new)
 
-    def hop(carry: tuple, pairs_P4: jax.Array) -> tuple[tuple, None]:
+    def hop(carry: tuple, pairs: list[jax.Array]) -> tuple[tuple, None]:
         dq_NBKGTH, dkv, keys = carry
-        return (*add(dq_NBKGTH, dkv, keys, pairs_P4), _shift(plan, keys)), None
+        return (*add(dq_NBKGTH, dkv, keys, pairs), _shift(plan, keys)), None
 
-    if len(lists) > 1:
-        (dq_NBKGTH, dkv, arriving), _ = jax.lax.scan(hop, (dq_NBKGTH, dkv, arriving), lists[:-1])
-    dq_NBKGTH, dkv = add(dq_NBKGTH, dkv, arriving, lists[-1])
+    if plan.layout.devices > 2:
+        carry = (dq_NBKGTH, dkv, arriving)
+        (dq_NBKGTH, dkv, arriving), _ = jax.lax.scan(hop, carry, [lot.pairs[:-1] for lot in lots])
+    dq_NBKGTH, dkv = add(dq_NBKGTH, dkv, arriving, [lot.pairs[-1] for lot in lots])
     return dq_NBKGTH, _shift(plan, dkv)
+
+
+def _with(lots: Sequence[_Lot], pairs: Sequence[jax.Array]) -> list[_Lot]:
+    """The lots with other pairs: those of one hop."""
+    return [lot._replace(pairs=part) for lot, part in zip(lots, pairs, strict=True)]
 
 
 def _shift(plan: _Plan, tree):
@@ -260,8 +300,11 @@ def _shift(plan: _Plan, tree):
 # Blocks
 
 
-def _to_blocks(layout: Layout, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array,
+def _to_blocks(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array,
                segments_BT: jax.Array | None) -> tuple[Queries, Keys]:
+    layout = plan.layout
+    if plan.splash:
+        q_BTKGH = (q_BTKGH * plan.scale).astype(q_BTKGH.dtype)
     segments_NBT = None if segments_BT is None else _blocks(layout, segments_BT)
     k_NBKSH, v_NBKSW = (_blocks(layout, x).transpose(0, 1, 3, 2, 4) for x in (k_BTKH, v_BTKW))
     return (Queries(_blocks(layout, q_BTKGH).transpose(0, 1, 3, 4, 2, 5), segments_NBT),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
+from maxtext.kernels.block_pairs import OFFSET, VALID
 from maxtext.parallel.sequence import chunks_of, holder
 
 Permutation = tuple[tuple[int, int], ...]  # (from, to)
@@ -160,5 +162,19 @@ def _stack(lists: list[np.ndarray]) -> np.ndarray:
                      for pairs in lists])
 
 
+def by_kind(pairs: np.ndarray, kind_of: Callable[[int], Hashable]) -> dict[Hashable, np.ndarray]:
+    """Lists of pairs (..., P, 4), one for each kind of offset."""
+    flat = pairs.reshape(-1, *pairs.shape[-2:])
+    kinds = {kind_of(int(offset)): None for offset in np.unique(flat[flat[..., VALID] > 0][:, OFFSET])}
+    kind = {int(offset): kind_of(int(offset)) for offset in np.unique(flat[..., OFFSET])}
+
+    def part(wanted: Hashable) -> np.ndarray:
+        lists = [one[[row[VALID] > 0 and kind[int(row[OFFSET])] == wanted for row in one]] for one in flat]
+        stacked = _stack(lists)
+        return stacked.reshape(*pairs.shape[:-2], *stacked.shape[-2:])
+
+    return {wanted: part(wanted) for wanted in kinds}
+
+
 def has_empty(pairs_P4: np.ndarray) -> bool:
-    return bool((pairs_P4[..., 3] == 0).any())
+    return bool((pairs_P4[..., VALID] == 0).any())

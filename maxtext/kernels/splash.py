@@ -142,17 +142,25 @@ def padded_length(length: int, blocks: Blocks) -> int:
 
 def _kernel(plan: _Plan, heads: int) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any]]:
     """JAX's module, settings of a call and what its passes know of the mask."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape, window = (plan.size, plan.size), plan.window
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    queries, keys, queries_backward, keys_backward = (_divisor(plan.size, most) for most in plan.blocks)
+    return kernel_of(mask, heads, plan.size, plan.blocks, plan.interpret)
+
+
+def kernel_of(mask: Any, heads: int, size: int, blocks: Blocks,
+              interpret: bool) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any]]:
+    """What `_kernel` gives, for any mask of (size, size)."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    queries, keys, queries_backward, keys_backward = (_divisor(size, most) for most in blocks)
     sizes = kernels.BlockSizes(
         block_q=queries, block_kv=keys, block_kv_compute=_divisor(keys, MOST_KEYS), block_q_dkv=queries_backward,
         block_kv_dkv=keys_backward, block_kv_dkv_compute=_divisor(keys_backward, MOST_KEYS), use_fused_bwd_kernel=True)
     made = kernels.make_splash_mha(masks.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1,
-                                   q_seq_shards=1, interpret=plan.interpret)
+                                   q_seq_shards=1, interpret=interpret)
     call = {name: value for name, value in made.kwargs.items() if name != "save_residuals"}
     return kernels, call, (made.fwd_mask_info, made.dkv_mask_info)
 

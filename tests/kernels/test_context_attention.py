@@ -13,6 +13,7 @@ from maxtext.kernels.attention import causal_attention
 from maxtext.kernels.block_pairs import KEY, OFFSET, QUERY, VALID
 from maxtext.kernels.context_attention import context_attention
 from maxtext.kernels.context_layout import Layout, fetched_pairs, gathered_pairs, messages, own_pairs, ring_pairs
+from maxtext.kernels.splash_pair import splash_block
 from maxtext.kernels.ulysses import ulysses_copies
 from maxtext.parallel.sequence import natural_order, zigzag_order
 
@@ -61,10 +62,10 @@ def expected(q, k, v, segments, sinks, dy, window):
     return got[:4] if sinks is None else got
 
 
-def lower(mesh, strategy, window, segments, sinks, block=BLOCK):
+def lower(mesh, strategy, window, segments, sinks, block=BLOCK, kernel="blocked"):
     """A step that gives the result and the gradients, to be lowered; its arguments lie in zigzag order."""
     attend = functools.partial(context_attention, window=window, scale=SCALE, axis="context", strategy=strategy,
-                               inner=causal_attention, block=block)
+                               inner=causal_attention, block=block, kernel=kernel)
     shared = jax.shard_map(attend, in_specs=(QUERIES, QUERIES, QUERIES, None if segments is None else TOKENS,
                                              None if sinks is None else HEAD_DIMS), out_specs=QUERIES)
 
@@ -75,7 +76,7 @@ def lower(mesh, strategy, window, segments, sinks, block=BLOCK):
     return jax.jit(step)
 
 
-def on_devices(context, strategy, window, q, k, v, segments, sinks, dy):
+def on_devices(context, strategy, window, q, k, v, segments, sinks, dy, **settings):
     """Result and gradients in natural order, and the compiled program's text."""
     mesh, order, back = mesh_of(context), zigzag_order(q.shape[1], context), natural_order(q.shape[1], context)
 
@@ -85,7 +86,7 @@ def on_devices(context, strategy, window, q, k, v, segments, sinks, dy):
     with jax.set_mesh(mesh):
         q, k, v, dy = (put(x[:, order], QUERIES) for x in (q, k, v, dy))
         args = (q, k, v, None if segments is None else put(segments[:, order], TOKENS), put(sinks, HEAD_DIMS), dy)
-        compiled = lower(mesh, strategy, window, segments, sinks).lower(*args).compile()
+        compiled = lower(mesh, strategy, window, segments, sinks, **settings).lower(*args).compile()
         out = jax.tree.map(np.asarray, compiled(*args))
     return [x[:, back] for x in out[:4]] + list(out[4:]), compiled.as_text()
 
@@ -93,13 +94,11 @@ def on_devices(context, strategy, window, q, k, v, segments, sinks, dy):
 # Chunks are of 7 tokens on 4 devices, which blocks of 3 do not divide, and of 14 on 2.
 @pytest.mark.parametrize(("strategy", "context", "window", "documents", "sinks", "kinds"), [
     ("all_gather", 4, None, True, True, {"all-gather", "reduce-scatter", "all-reduce"}),
-    ("all_gather", 4, 50, True, False, {"all-gather", "reduce-scatter"}),
-    ("all_gather", 4, 4, True, False, {"collective-permute"}),
+    ("all_gather", 4, 9, True, False, {"collective-permute"}),
     ("all_gather", 4, 19, False, True, {"collective-permute", "all-reduce"}),
     ("all_gather", 2, 1, True, False, set()),
     ("ring", 4, None, True, True, {"collective-permute", "all-reduce"}),
     ("ring", 4, 50, False, False, {"collective-permute"}),
-    ("ring", 4, 9, True, False, {"collective-permute"}),
     ("ring", 2, None, False, False, {"collective-permute"}),
     ("ulysses", 4, None, False, True, {"all-to-all", "all-reduce"}),
     ("ulysses", 2, 9, True, False, {"all-to-all", "all-gather"}),  # the gather is of the documents' numbers
@@ -113,6 +112,25 @@ def test_equals_one_device(strategy, context, window, documents, sinks, kinds):
     assert found == kinds
 
 
+@pytest.mark.parametrize(("strategy", "window", "documents", "sinks"), [
+    pytest.param("ring", None, True, True, marks=pytest.mark.one_pass),
+    pytest.param("all_gather", 100, True, False, marks=pytest.mark.one_pass),
+])
+def test_the_kernels_of_tpus_equal_one_device(strategy, window, documents, sinks):
+    """Interpreted, in chunks of 128 tokens: without a window other chunks are seen whole, with it in part."""
+    args = arguments(512, documents, sinks)
+    got, _ = on_devices(2, strategy, window, *args, kernel="splash_interpreted", block=None)
+    for array, exact in zip(got, expected(*args, window), strict=True):
+        np.testing.assert_allclose(array, exact, atol=3e-5, rtol=3e-5)
+
+
+def test_blocks_of_the_kernels_of_tpus():
+    assert [splash_block(*sizes) for sizes in [(8192, None), (8192, 4096), (8192, 4097), (8192, 4098), (8192, 128),
+                                               (640, 128), (128, 1)]] == [8192, 4096, 4096, 8192, 512, 640, 128]
+    with pytest.raises(ValueError, match="multiple of 128 tokens, and one has 192; make the sequence length"):
+        splash_block(192, None)
+
+
 def test_ulysses_copies_heads_that_are_fewer_than_devices():
     args = arguments(16, False, True, heads=2)
     got, _ = on_devices(4, "ulysses", None, *args)
@@ -121,6 +139,17 @@ def test_ulysses_copies_heads_that_are_fewer_than_devices():
     assert [ulysses_copies(*sizes) for sizes in [(8, 1, 4), (2, 2, 4), (6, 2, 4), (1, 8, 8)]] == [1, 2, 2, 8]
     with pytest.raises(ValueError, match="2 key/value heads with 1 query heads each cannot be split over 4 devices"):
         ulysses_copies(2, 1, 4)
+
+
+def test_a_short_window_is_fetched_alike_by_both():
+    mesh = mesh_of(4)
+    shapes = [(2, 56, 1, 1, 8), (2, 56, 1, 8), (2, 56, 1, 8), (2, 56, 1, 1, 8)]
+    q, k, v, dy = (jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, QUERIES)) for shape in shapes)
+    with jax.set_mesh(mesh):
+        ring, all_gather = (lower(mesh, strategy, 4, None, None).lower(q, k, v, None, None, dy).as_text()
+                            for strategy in ("ring", "all_gather"))
+    assert ring == all_gather
+    assert ring.count("collective_permute") == 2 * 2 * 3  # two messages of keys, of values; fetched twice, given back
 
 
 @pytest.mark.one_pass
