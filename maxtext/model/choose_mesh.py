@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from maxtext.config.schema import Config
 from maxtext.config.validate import AXES, mesh_problems
 from maxtext.model.prediction import Prediction, predict
+from maxtext.parallel.chips import GIB
 from maxtext.parallel.mesh import MeshError
 from maxtext.parallel.network import Network
 
@@ -119,8 +120,10 @@ def shown(sizes: dict[str, int]) -> str:
 
 
 def _memory(one: Candidate, network: Network) -> str:
-    room = "" if network.chip is None else f" of {network.chip.memory_bytes / 2**30:.0f}"
-    return f"about {one.prediction.memory.total / 2**30:.2f}{room} GiB a device"
+    needed = one.prediction.memory.total
+    size = f"{needed / GIB:.2f} GiB" if needed > GIB // 10 else f"{needed / (1 << 20):.2f} MiB"
+    room = "" if network.chip is None else f" of {network.chip.memory_bytes / GIB:.0f} GiB"
+    return f"about {size}{room} a device"
 
 
 def _reasons(best: Candidate, found: list[Candidate], fitting: list[Candidate], network: Network) -> Iterator[str]:

@@ -63,7 +63,7 @@ def estimated(cfg: Config, target: Target) -> Answer:
     made = predict(cfg, mesh, target.network)
     rows, tree = prediction_rows(cfg, target, mesh, made), prediction_json(cfg, target, mesh, made)
     if target.chip is not None:
-        rows.append(("error", accuracy().sentence(target.chip.platform)))
+        rows.append(("error", _error(target.chip.platform)))
         rows += [("assumed" if number == 0 else "", line) for number, line in enumerate(link_assumptions(target))]
     return Answer(f"Plan of {cfg.run_name}: from shapes, not compiled", rows, tree, bool(tree["fits"]),
                   base=simulate.Base.of_prediction(made), mesh=mesh)
@@ -89,17 +89,22 @@ def add_scale(answer: Answer, cfg: Config, target: Target, largest: int, strong:
         return
     rows = simulate.scales(cfg, target, answer.mesh, answer.base, largest, strong)
     grows = "the same batch" if strong else "the batch grows with the devices"
-    found = accuracy()
-    answer.rows += [("scale", f"1 to {rows[-1].replicas:,} times {target.name}, {answer.base.source}; {grows}; "
-                              "gradients between them hide behind the backward pass as far as it lasts"),
-                    ("error", f"mean {found.mean_error:.0%} on published runs; {found.sentence(target.chip.platform)}")]
+    answer.rows.append(("scale", f"1 to {rows[-1].replicas:,} times {target.name}, {answer.base.source}; {grows}; "
+                                 "gradients between them hide behind the backward pass as far as it lasts"))
+    if answer.base.source == "compiled":
+        answer.rows.append(("error", f"of predictions from shapes: {_error(target.chip.platform)}"))
     answer.tables.append(simulate.to_table(rows))
     answer.tree["scale"] = {"rows": simulate.to_json(rows), "same_batch": strong, "base": answer.base.source,
-                            "mean_error": found.mean_error}
+                            "mean_error": accuracy().mean_error}
     if plot is not None:
         from maxtext.plan.plot import draw_scale
 
         draw_scale(rows, f"{cfg.run_name} on {target.name} and more, {grows}", Path(plot))
+
+
+def _error(platform: str) -> str:
+    found = accuracy()
+    return f"mean {found.mean_error:.0%} on published runs; {found.sentence(platform)}"
 
 
 def show(answer: Answer, json_file: str | None) -> None:

@@ -62,6 +62,8 @@ def _seconds(target: Target, program: Program, row: Traffic) -> float:
     network, mesh = target.network, program.mesh
     axes = list(mesh) if row.axes == UNKNOWN else row.axes.removesuffix(" in part").split("+")
     near, far = spread(axes, mesh, network.domain)
+    if row.axes.endswith(" in part") and row.devices <= near:
+        near, far = row.devices, 1  # XLA splits what crosses slices into a part inside each and one between them
     if far == 1 and network.torus:
         return row.bytes_sent / axis_bandwidth(target, program.torus_dims[row.axes])
     passes = {"all-reduce": 2, "collective-permute": row.devices / (row.devices - 1)}.get(row.kind, 1)

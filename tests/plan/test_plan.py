@@ -367,6 +367,10 @@ def test_collectives_between_slices_and_nodes_take_the_time_of_the_network():
     slow = estimate(config(), target, made_program(mesh=mesh, traffic=(row,), torus_dims={"data": 0}))
     assert slow.exposed_seconds == pytest.approx(1e9 / 6.25e9, rel=1e-3)
     assert any(line.startswith("between slices 6.25 GB/s") for line in slow.assumptions)
+    wide = {"data": 16, "fsdp": 1, "expert": 1, "tensor": 1}
+    inside = Traffic("all-reduce", "data in part", 8, False, 1, 10**9)
+    quick = estimate(config(), target, made_program(mesh=wide, traffic=(inside,), torus_dims={"data in part": 3}))
+    assert quick.exposed_seconds == pytest.approx(1e9 / 600e9)
     gathers = (Traffic("all-gather", "fsdp", 8, True, 2, 7 * 10**9),)
     fast = estimate(config(), read_target("h100:1x8"), made_program(traffic=gathers, torus_dims={"fsdp": 1}))
     assert fast.hidden_seconds == pytest.approx(7e9 / 370e9, rel=1e-2)
