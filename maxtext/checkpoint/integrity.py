@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from maxtext.parallel.host_memory import to_device
+
 PyTree = Any
 # One word holds this many positions; of a larger array the leading dims are counted in a second word, so that no two
 # elements share a key. (One dim of 2^32 or more cannot be indexed without 64-bit mode; the assert below says so.)
@@ -98,6 +100,7 @@ def leaf_sums(x: jax.Array, word: int = WORD) -> tuple[jax.Array, jax.Array, jax
     """
     if is_key(x.dtype):
         x = jax.random.key_data(x)
+    x = to_device(x)
     if x.ndim == 0:
         x = x.reshape(1)
     floating = jnp.issubdtype(x.dtype, jnp.floating)

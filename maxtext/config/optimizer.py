@@ -9,6 +9,7 @@ from maxtext.config.field import field
 
 OptimizerKind = Literal["skip_step_adamw", "adamw", "skip_step_muon", "muon"]
 StateDtype = Literal["float32", "bfloat16"]
+Offload = Literal["none", "auto", "host"]
 MuonScale = Literal["adamw_rms", "aspect"]
 
 
@@ -27,9 +28,9 @@ class MuonConfig:
     """Muon for the matrices inside blocks (kinds muon and skip_step_muon); AdamW keeps all else."""
 
     matrix_lr: float | None = field("Peak learning rate of the matrices, on the same schedule; null: optim.lr.", None,
-                             also=("muon_lr",), above=0)
+                                    also=("muon_lr",), above=0)
     matrix_weight_decay: float | None = field("Decoupled weight decay of the matrices; null: optim.weight_decay.", None,
-                                       also=("muon_weight_decay",), minimum=0)
+                                              also=("muon_weight_decay",), minimum=0)
     momentum: float = field("Decay of the running mean of gradients that is orthogonalised.", 0.95,
                             also=("muon_momentum", "muon_beta"), minimum=0, maximum=1)
     nesterov: bool = field("Whether the newest gradient counts once more in what is orthogonalised.", True)
@@ -61,6 +62,10 @@ class OptimConfig:
     moments_dtype: StateDtype = field(
         "Type in which moments are kept; bfloat16 rounds up or down at random, so that the mean is exact.", "float32",
         also=("mu_dtype", "state_dtype", "optimizer_dtype"))
+    offload: Offload = field(
+        "Where moments lie between updates: none = on the devices, host = in the hosts' memory, auto = host where the "
+        "devices have memory of their own and can reach the host's.", "none",
+        also=("offload_optimizer", "optimizer_memory_host_offload"))
     step_increment_bugfix: bool = field("False reproduces the reference's old bias correction, frozen at step 1.", True)
 
     @property

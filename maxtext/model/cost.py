@@ -97,7 +97,7 @@ def state_bytes(cfg: Config) -> int:
 
 
 def _moments(cfg: Config, mesh_shape: dict[str, int]) -> int:
-    """Bytes of one device's moments: two of each array, one where Muon serves."""
+    """Bytes of one device's moments, wherever they lie: two of each array, one where Muon serves."""
     declared = decoder_params(cfg.model)
     found = 0
     for p, how in zip(_params(declared), matrices_of(declared), strict=True):
@@ -129,7 +129,7 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     chunk = min(cfg.train.loss_chunk_tokens, tokens)
     return Memory(
         weights=sharded,
-        moments=_moments(cfg, mesh_shape),
+        moments=0 if cfg.optim.offload == "host" else _moments(cfg, mesh_shape),
         gradients=sharded * (2 if cfg.train.gradient_accumulation_steps > 1 else 1),
         activations=tokens * per_token * width,
         logits=2 * chunk * cfg.model.vocab_size // tensor * 4,

@@ -26,6 +26,7 @@ import optax
 from maxtext.config.optimizer import OptimConfig, SkipConfig
 from maxtext.config.schema import Config
 from maxtext.model.matrices import Matrices
+from maxtext.parallel.host_memory import back, to_device
 from maxtext.train.moments import stored
 from maxtext.train.muon import orthogonalized
 
@@ -71,7 +72,8 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
     Its `update(grads, state, params, *, loss, grad_norm)` takes gradients that are not clipped yet, their global norm
     and the cross-entropy (without z-loss) of the whole global batch. `schedule(t)` gives the rate of step t = 1, 2, ...
     and `decay_mask` is a tree of Python bool like the weights. `matrices` says for each leaf of the weights what Muon
-    orthogonalises; AdamW updates the others, and all with a kind without Muon. Everything is computed in float32.
+    orthogonalises; AdamW updates the others, and all with a kind without Muon. Everything is computed in float32 on the
+    devices; moments that lie in the host's memory return there.
 
     When weights and state are donated, return them from the step in the order of its arguments: jax pairs donated
     buffers with outputs of the same shape in order, and XLA copies every moment several times when they are crossed.
@@ -121,7 +123,7 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
         leaves, treedef = jax.tree.flatten(params)
         decays = jax.tree.leaves(decay_mask)
         assert len(decays) == len(leaves), "decay_mask must be a tree of bool like the weights"
-        columns = (treedef.flatten_up_to(x) for x in (grads, state.mu, state.nu))
+        columns = (treedef.flatten_up_to(x) for x in (grads, to_device(state.mu), to_device(state.nu)))
         rows = [_Leaf(*row) for row in zip(range(len(leaves)), decays, leaves, *columns, strict=True)]
         orthogonal = [(row, how) for row, how in zip(rows, by_muon(leaves), strict=True) if how is not None]
         results = _muon(common, orthogonal) if orthogonal else {}
@@ -130,7 +132,8 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
                            zip(*(results[row.index] for row in rows), strict=True))
         taken = jnp.int32(1) if take is None else take.astype(jnp.int32)
         return changes, OptimizerState(
-            count=state.count + (taken if optim.step_increment_bugfix else 0), mu=mu, nu=nu, learning_rate=rate,
+            count=state.count + (taken if optim.step_increment_bugfix else 0), mu=back(mu, state.mu),
+            nu=back(nu, state.nu), learning_rate=rate,
             n_recorded=state.n_recorded + 1, skipped=1 - taken, loss_window=loss_window,
             grad_norm_window=grad_norm_window)
 

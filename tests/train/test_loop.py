@@ -67,8 +67,8 @@ def test_metrics_are_read_after_the_next_update_is_dispatched(runs: Runs, monkey
     assert early == {5, 10, 12}
 
 
-def test_the_step_compiles_once_a_process(runs: Runs, monkeypatch: pytest.MonkeyPatch):
-    """And after the first evaluation and save nothing at all compiles any more."""
+def test_the_step_compiles_once_a_process(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Over epochs, evaluations, saves, and from a resume on; after the first of each nothing compiles any more."""
     compiled: list[str] = []
     until_6: list[str] = []
 
@@ -76,16 +76,35 @@ def test_the_step_compiles_once_a_process(runs: Runs, monkeypatch: pytest.Monkey
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(about["fun_name"])
 
+    tokens, ids = tmp_path / "tokens.npy", np.random.default_rng(0).integers(3, 384, (4 * 8, 32), np.uint16)
+    ids[:, -1] = 1
+    ids.tofile(tokens)  # an epoch of 4 updates
+    options = ("data.prepared=null", "data.vocab_size=384", "data.eos_id=1", "data.pad_id=2",
+               f"data.sources.all.paths=[{tokens}]", f"eval.sets.same.paths=[{tokens}]", "eval.every=3",
+               "checkpoint.every=3")
     when_written(monkeypatch, 6, lambda: until_6.extend(compiled))
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        cfg = runs.config("run", "train.steps=12", "eval.every=3", "checkpoint.every=3")
-        assert train(cfg, devices=ONE) == Outcome(12)
+        for steps in (12, 15):
+            compiled.clear()
+            assert train(runs.config("run", *options, f"train.steps={steps}"), devices=ONE) == Outcome(steps)
+            assert [name for name in compiled if "step" in name] == ["jit(step)"]
+            assert steps == 15 or [name for name in compiled if "nats" in name] == ["jit(_row_nats)"]
+            assert steps == 15 or compiled == until_6
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert [name for name in compiled if "step" in name] == ["jit(step)"]
-    assert [name for name in compiled if "nats" in name] == ["jit(_row_nats)"]
-    assert compiled == until_6
+
+
+@pytest.mark.one_pass
+def test_host_memory_does_not_grow(runs: Runs):
+    """Over 2,000 updates of the real loop, with evaluations and saves; the first hundred fill caches and pools."""
+    cfg = runs.config("run", "train.steps=2000", "train.global_batch=1", "data.sequence_length=8", "model.d_model=8",
+                      "model.n_heads=1", "model.d_ff=8", "model.n_layers=1", "model.layer_pattern=[full]",
+                      "model.window=null", "eval.every=null", "checkpoint.every=500", "log.every=1000")
+    assert train(cfg, devices=ONE) == Outcome(2000)
+    memory = {record["step"]: record["memory/host (GiB)"] for record in lines(cfg) if record["step"] > 0}
+    assert len(memory) == 2000
+    assert max(memory.values()) < 1.05 * memory[100]
 
 
 def test_a_time_budget_stops_cleanly(runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
