@@ -20,8 +20,14 @@ PackingTies = Literal["numpy", "stable"]
 DocumentBoundaries = Literal["eos", "csv"]
 EvalRows = Literal["whole", "truncated"]
 Dtype = Literal["float32", "bfloat16"]
-RematMode = Literal["none", "full", "names"]
-RematName = Literal["qkv", "attention", "attention_out", "gate_up", "mlp_out"]
+RematMode = Literal["none", "full", "names", "minimal", "balanced", "offload"]
+RematName = Literal["block", "qkv", "attention", "attention_out", "gate_up", "mlp_out"]
+# What the presets of train.remat.mode keep on the devices, and in the hosts' memory.
+REMAT_PRESETS: dict[str, tuple[tuple[RematName, ...], tuple[RematName, ...]]] = {
+    "minimal": (("qkv", "attention", "attention_out", "gate_up", "mlp_out"), ()),
+    "balanced": (("qkv", "attention", "attention_out", "mlp_out"), ()),
+    "offload": ((), ("block", "qkv", "attention", "attention_out", "mlp_out")),
+}
 ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
 LARGEST_SEED = 2**32 - 1  # jax keeps the low 32 bits of a seed
@@ -119,8 +125,24 @@ class ScheduleConfig:
 class RematConfig:
     """Which activations of a block are kept for the backward pass."""
 
-    mode: RematMode = field("none keeps all, full recomputes all, names keeps those in `save`.", "full")
+    mode: RematMode = field(
+        "none keeps all, full recomputes all, names keeps those in `save` and `offload`; minimal = no projection is done "
+        "twice, balanced = gate and up alone are, offload = as balanced, and what is kept lies in the hosts' memory.",
+        "full")
     save: tuple[RematName, ...] = field("mode names: tagged values to keep.", ())
+    offload: tuple[RematName, ...] = field(
+        "mode names: tagged values to keep in the hosts' memory; block is the input of a layer, which is always kept.",
+        ())
+
+    @property
+    def kept(self) -> tuple[RematName, ...]:
+        """The tagged values that stay on the devices, of modes that name some."""
+        return REMAT_PRESETS[self.mode][0] if self.mode in REMAT_PRESETS else self.save
+
+    @property
+    def offloaded(self) -> tuple[RematName, ...]:
+        """The tagged values that wait in the hosts' memory."""
+        return REMAT_PRESETS[self.mode][1] if self.mode in REMAT_PRESETS else self.offload
 
 
 @dataclasses.dataclass(frozen=True)

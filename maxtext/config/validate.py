@@ -190,15 +190,22 @@ def _batch(cfg: Config) -> Iterator[Problem]:
 
 def _remat(cfg: Config) -> Iterator[Problem]:
     remat = cfg.train.remat
-    if remat.mode == "names" and not remat.save:
-        yield "train.remat.save", ("train.remat.mode names keeps the values in train.remat.save, but it is empty; list "
-                                   "some, or write train.remat.mode: full")
-    if remat.mode != "names" and remat.save:
-        yield "train.remat.save", (f"train.remat.save is set, but train.remat.mode is {remat.mode}; write "
-                                   "train.remat.mode: names, or remove train.remat.save")
-    twice = sorted({name for name in remat.save if remat.save.count(name) > 1})
+    if remat.mode == "names" and not remat.save and not remat.offload:
+        yield "train.remat.save", ("train.remat.mode names keeps the values in train.remat.save and in "
+                                   "train.remat.offload, but both are empty; list some, or write "
+                                   "train.remat.mode: full")
+    for key, names in (("save", remat.save), ("offload", remat.offload)):
+        if remat.mode != "names" and names:
+            yield f"train.remat.{key}", (f"train.remat.{key} is set, but train.remat.mode is {remat.mode}; write "
+                                         f"train.remat.mode: names, or remove train.remat.{key}")
+    listed = (*remat.save, *remat.offload)
+    twice = sorted({name for name in listed if listed.count(name) > 1})
     if twice:
-        yield "train.remat.save", f"{', '.join(twice)} is listed twice; list each name once"
+        where = "train.remat.save" if not remat.offload else "train.remat.save and train.remat.offload"
+        yield "train.remat.save", f"{', '.join(twice)} is listed twice in {where}; list each name once"
+    if "block" in remat.save:
+        yield "train.remat.save", ("block, the input of a layer, is always kept; remove it, or list it in "
+                                   "train.remat.offload")
 
 
 def _schedule_kind(cfg: Config) -> Iterator[Problem]:

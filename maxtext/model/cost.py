@@ -10,7 +10,7 @@ import math
 
 import jax
 
-from maxtext.config.schema import Config, ModelConfig
+from maxtext.config.schema import Config, ModelConfig, RematConfig
 from maxtext.config.validate import AXES, BATCH_AXES
 from maxtext.model.decoder import decoder_params
 from maxtext.model.matrices import matrices_of
@@ -119,13 +119,9 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     ways = math.prod(mesh_shape.get(axis, 1) for axis in {*BATCH_AXES, "context"})
     tokens = cfg.batch_tokens // cfg.train.gradient_accumulation_steps // ways
     width = 2 if cfg.train.compute_dtype == "bfloat16" else 4
-    tensor = mesh_shape.get("tensor", 1)
-    blocks = {routed: _block_activations(cfg.model, tensor, routed) for routed in cfg.model.routed_layers}
-    remat, per_token = cfg.train.remat, max(everything for _, everything in blocks.values())
-    for routed in cfg.model.routed_layers:
-        tags, everything = blocks[routed]
-        kept = {"none": everything, "full": 0, "names": sum(tags[name] for name in remat.save)}[remat.mode]
-        per_token += kept + cfg.model.d_model
+    routed, tensor = cfg.model.routed_layers, mesh_shape.get("tensor", 1)
+    per_token = max(_block_activations(cfg.model, tensor, one)[1] for one in set(routed))
+    per_token += sum(kept_values(cfg.model, cfg.train.remat, tensor, one)[0] for one in routed)
     chunk = min(cfg.train.loss_chunk_tokens, tokens)
     return Memory(
         weights=sharded,
@@ -134,6 +130,19 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
         activations=tokens * per_token * width,
         logits=2 * chunk * cfg.model.vocab_size // tensor * 4,
     )
+
+
+def kept_values(cfg: ModelConfig, remat: RematConfig, tensor: int = 1, routed: bool = False) -> tuple[int, int]:
+    """Values a token that one layer keeps for the backward pass: in a device's memory, and in its host's.
+
+    Its input, of the model's width, is among them. `tensor` is the size of that mesh axis.
+    """
+    tags, everything = _block_activations(cfg, tensor, routed)
+    tags["block"] = cfg.d_model
+    if remat.mode == "none":
+        return everything + cfg.d_model, 0
+    here = {*remat.kept, "block"} - {*remat.offloaded}
+    return sum(tags[name] for name in here), sum(tags[name] for name in remat.offloaded)
 
 
 def _shard_bytes(p: Param, mesh_shape: dict[str, int]) -> int:

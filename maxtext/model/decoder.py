@@ -21,6 +21,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.schema import ModelConfig, RematConfig
 from maxtext.model.attention import Attention, attention, attention_params
@@ -28,6 +29,7 @@ from maxtext.model.latent import LatentAttention, latent_attention, latent_param
 from maxtext.model.layers import Mlp, Rope, document_positions, mlp, mlp_params, norm_param, rms_norm, rope_tables
 from maxtext.model.moe import Moe, moe, moe_params
 from maxtext.model.router import RouterStats
+from maxtext.parallel.host_memory import HOST
 from maxtext.parallel.sharding import Param, is_param, per_device, sharding, spec
 
 Branch = Literal["attention", "mlp"]
@@ -195,6 +197,7 @@ def block_forward(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig
       prior_E: experts' loads in the micro-batches before, for a load-balance loss over the whole batch.
     """
     p, rope = cast_block(p, x_BTD.dtype), context.full_rope if window is None else context.window_rope
+    x_BTD = checkpoint_name(x_BTD, "block")
 
     def attend(x_BTD: jax.Array) -> jax.Array:
         attend = attention if isinstance(p.attention, Attention) else latent_attention
@@ -265,7 +268,7 @@ def run_decoder(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.d
       (B, T, D) in `dtype`; and statistics with a leading dim of the L routed layers, None when there are none.
     """
     x_BTD, context = embed(p, tokens_BT, cfg, dtype), make_context(cfg, tokens_BT, segments_BT, real_BT)
-    run_block = _rematerialised(block_forward, remat)
+    run_block = rematerialised(block_forward, remat)
     collected = []
 
     def run_pattern(segment: Segment, x_BTD: jax.Array, step: tuple) -> tuple[jax.Array, list[RouterStats]]:
@@ -303,8 +306,14 @@ def _in_layer_order(stats: list[RouterStats]) -> RouterStats:
     return jax.tree.map(lambda *places: jnp.stack(places, 1).reshape(-1, *places[0].shape[1:]), *stats)
 
 
-def _rematerialised(function: Callable[..., Any], remat: RematConfig) -> Callable[..., Any]:
+def rematerialised(function: Callable[..., Any], remat: RematConfig) -> Callable[..., Any]:
     if remat.mode == "none":
         return function
-    policy = jax.checkpoint_policies.save_only_these_names(*remat.save) if remat.mode == "names" else None
+    policies, policy = jax.checkpoint_policies, None
+    if remat.offloaded:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(remat.kept), names_which_can_be_offloaded=list(remat.offloaded),
+            offload_src="device", offload_dst=HOST)
+    elif remat.kept:
+        policy = policies.save_only_these_names(*remat.kept)
     return jax.checkpoint(function, policy=policy, static_argnums=(3, 4))

@@ -26,7 +26,7 @@ import optax
 from maxtext.config.optimizer import OptimConfig, SkipConfig
 from maxtext.config.schema import Config
 from maxtext.model.matrices import Matrices
-from maxtext.parallel.host_memory import back, to_device
+from maxtext.parallel.host_memory import back, lies_on_host, to_device
 from maxtext.train.moments import stored
 from maxtext.train.muon import orthogonalized
 
@@ -123,11 +123,15 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
         leaves, treedef = jax.tree.flatten(params)
         decays = jax.tree.leaves(decay_mask)
         assert len(decays) == len(leaves), "decay_mask must be a tree of bool like the weights"
-        columns = (treedef.flatten_up_to(x) for x in (grads, to_device(state.mu), to_device(state.nu)))
+        columns = (treedef.flatten_up_to(x) for x in (grads, state.mu, state.nu))
         rows = [_Leaf(*row) for row in zip(range(len(leaves)), decays, leaves, *columns, strict=True)]
-        orthogonal = [(row, how) for row, how in zip(rows, by_muon(leaves), strict=True) if how is not None]
+        orthogonal = [(_fetched(row, []), how) for row, how in zip(rows, by_muon(leaves), strict=True) if how]
         results = _muon(common, orthogonal) if orthogonal else {}
-        results |= {row.index: _adamw(common, row) for row in rows if row.index not in results}
+        done: list[jax.Array] = []
+        for row in rows:
+            if row.index not in results:
+                results[row.index] = _adamw(common, _fetched(row, done[-1:]))
+                done.append(results[row.index][0])
         changes, mu, nu = (treedef.unflatten(column) for column in
                            zip(*(results[row.index] for row in rows), strict=True))
         taken = jnp.int32(1) if take is None else take.astype(jnp.int32)
@@ -150,6 +154,17 @@ class _Leaf(NamedTuple):
     g: jax.Array
     m: jax.Array
     v: jax.Array | None
+
+
+def _fetched(leaf: _Leaf, after: list[jax.Array]) -> _Leaf:
+    """The leaf with moments on the devices; those that lie on the host set out when `after` has been computed.
+
+    So few of them are on the devices at one time; left to itself the compiler fetches all of them at once.
+    """
+    if not lies_on_host(leaf.m):
+        return leaf
+    m, v, *_ = jax.lax.optimization_barrier((leaf.m, leaf.v, *after))
+    return leaf._replace(m=to_device(m), v=to_device(v))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,8 +130,12 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({"train__gradient_accumulation_steps": 3}, "train.global_batch",
      "train.global_batch 8 is not divisible by train.gradient_accumulation_steps 3 (8 = 3 x 2 + 2); set "
      "train.global_batch to 6 or 9"),
-    ({"train__remat__mode": "names"}, "train.remat.save", "train.remat.save, but it is empty"),
+    ({"train__remat__mode": "names"}, "train.remat.save", "but both are empty; list some"),
     ({"train__remat__save": ("qkv",)}, "train.remat.save", "train.remat.save is set, but train.remat.mode is full"),
+    ({"train__remat__offload": ("qkv",)}, "train.remat.offload", "train.remat.offload is set, but train.remat.mode is"),
+    ({"train__remat__mode": "names", "train__remat__offload": ("qkv",), "train__remat__save": ("qkv",)},
+     "train.remat.save", "qkv is listed twice in train.remat.save and train.remat.offload"),
+    ({"train__remat__mode": "names", "train__remat__save": ("block",)}, "train.remat.save", "is always kept"),
     ({"train__remat__mode": "none", "train__remat__save": ("qkv",)}, "train.remat.save", "train.remat.mode is none"),
     ({"train__remat__mode": "names", "train__remat__save": ("qkv", "qkv")}, "train.remat.save", "qkv is listed twice"),
     ({"schedule__kind": "wsd"}, "schedule.decay_steps",
@@ -257,6 +261,8 @@ def test_a_broken_rule_is_one_problem_that_names_keys_and_numbers(change, key, m
     {**WINDOWS, **YARN, "model__rope_scaling__window_layers": True, "model__window_rope_theta": 1e4},
     {"train__gradient_accumulation_steps": 8},
     {"train__remat__mode": "names", "train__remat__save": ("qkv", "mlp_out")}, {"train__remat__mode": "none"},
+    {"train__remat__mode": "names", "train__remat__save": ("qkv",), "train__remat__offload": ("block", "mlp_out")},
+    {"train__remat__mode": "offload"}, {"train__remat__mode": "minimal"},
     {**WSD, "schedule__warmup_steps": 90}, {"schedule__warmup_steps": 100},
     {"schedule__total_steps": 50, "schedule__warmup_steps": 50},  # train.steps 100 past the end is allowed
     {"schedule__total_steps": 1000, "schedule__warmup_steps": 500},

@@ -99,7 +99,8 @@ def test_no_position_sees_the_future():
 
 
 @pytest.mark.parametrize("remat", [RematConfig("full"), RematConfig("names", ("qkv", "attention")),
-                                   RematConfig("names", ("gate_up", "mlp_out", "attention_out"))])
+                                   RematConfig("names", ("gate_up", "mlp_out", "attention_out")),
+                                   RematConfig("offload")])
 def test_remat_changes_no_gradient(remat):
     cfg = tiny_config()
     tokens = random_batch(cfg).tokens_BT
