@@ -126,9 +126,9 @@ class RematConfig:
     """Which activations of a block are kept for the backward pass."""
 
     mode: RematMode = field(
-        "none keeps all, full recomputes all, names keeps those in `save` and `offload`; minimal = no projection is done "
-        "twice, balanced = gate and up alone are, offload = as balanced, and what is kept lies in the hosts' memory.",
-        "full")
+        "none keeps all, full recomputes all, names keeps those in `save` and `offload`; minimal = no projection is "
+        "done twice, balanced = gate and up alone are, offload = as balanced, and what is kept lies in the hosts' "
+        "memory.", "full")
     save: tuple[RematName, ...] = field("mode names: tagged values to keep.", ())
     offload: tuple[RematName, ...] = field(
         "mode names: tagged values to keep in the hosts' memory; block is the input of a layer, which is always kept.",
