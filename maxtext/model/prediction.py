@@ -186,7 +186,8 @@ def _bytes_per_token(cfg: Config) -> float:
 def _weight_axes(dim: str) -> tuple[str, ...]:
     """The axes over which a width of weights is gathered; the stages of a pipeline hold layers of their own."""
     rule = RULES[dim]
-    return tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if axis != "pipeline")
+    named = (rule,) if isinstance(rule, str) else rule or ()
+    return tuple(axis for axis in ("fsdp", "expert", "context") if axis in named or axis == "context")
 
 
 def exchanges(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Exchange]:
@@ -209,10 +210,9 @@ def exchanges(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Exchange]:
             array = width * numbers / arrays
             yield Exchange("weights", "all-gather", axes, array, 2 * calls, True)
             yield Exchange("gradients", "reduce-scatter", axes, array, calls, True)
-    copies = tuple(axis for axis in ("data", "context") if size[axis] > 1 and axis not in _weight_axes("embed"))
-    if copies:
-        yield Exchange("gradients", "all-reduce", copies, width * mine / arrays, calls, True)
-    ways = math.prod(size[axis] for axis in BATCH_AXES if axis != "context")
+    if size["data"] > 1:
+        yield Exchange("gradients", "all-reduce", ("data",), width * mine / arrays, calls, True)
+    ways = math.prod(size[axis] for axis in BATCH_AXES if axis not in ("context", "pipeline"))
     tokens = cfg.batch_tokens / steps / ways / size["context"]  # of the devices of a tensor group together
     again = 2 if cfg.train.remat.mode == "none" else 3  # forward, backward, and once more when recomputed
     if size["tensor"] > 1:

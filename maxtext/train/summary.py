@@ -118,7 +118,8 @@ def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str, why_mesh:
     memory = memory_per_device(cfg, dict(mesh_shape))
     parts = ("weights", "moments", "gradients", "activations", "logits")
     split = ", ".join(f"{part} {_bytes(getattr(memory, part))}" for part in parts)
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh_shape.items() if axis != "expert" or size > 1)
+    plain = ("data", "fsdp", "tensor")
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh_shape.items() if axis in plain or size > 1)
     every = "only at the end" if cfg.checkpoint.every is None else f"every {cfg.checkpoint.every:,} updates"
     kept = "all kept" if cfg.checkpoint.keep_last is None else f"last {cfg.checkpoint.keep_last} kept"
     return [

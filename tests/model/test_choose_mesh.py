@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_experts_get_their_axis_where_gathering_all_of_them_is_slower():
 
 def test_fewer_sequences_than_devices_are_split_in_heads_or_positions():
     chosen = used(large("olmo3_7b", 8192, 32), 128, IRONWOOD)
-    assert chosen["tensor"] * chosen.get("context", 1) == 4
+    assert chosen.get("tensor", 1) * chosen.get("context", 1) == 4
 
 
 def test_heads_are_not_split_between_nodes():
@@ -127,7 +128,7 @@ def test_show_and_a_dry_run_say_what_is_chosen_and_why(file: Path, capsys: pytes
     assert "# mesh: auto on 8 x cpu: fsdp 8: about" in capsys.readouterr().out
     assert main(["train", str(file), "mesh=auto", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "data 1, fsdp 8, tensor 1 (cpu)" in shown
+    assert re.search(r"mesh +data 1,.* fsdp 8,.* tensor 1 \(cpu\)", shown)
     assert "mesh: auto  fsdp 8: about" in shown
 
 
