@@ -116,12 +116,15 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
       mesh_shape: size of each mesh axis; 1 of those left out.
     """
     sharded = sum(_shard_bytes(p, mesh_shape) for p in _params(decoder_params(cfg.model)))
-    ways = math.prod(mesh_shape.get(axis, 1) for axis in {*BATCH_AXES, "context"})
+    ways = math.prod(mesh_shape.get(axis, 1) for axis in {*BATCH_AXES, "context"} - {"pipeline"})
     tokens = cfg.batch_tokens // cfg.train.gradient_accumulation_steps // ways
     width = 2 if cfg.train.compute_dtype == "bfloat16" else 4
     routed, tensor = cfg.model.routed_layers, mesh_shape.get("tensor", 1)
     per_token = max(_block_activations(cfg.model, tensor, one)[1] for one in set(routed))
-    per_token += sum(kept_values(cfg.model, cfg.train.remat, tensor, one)[0] for one in routed)
+    kept = sum(kept_values(cfg.model, cfg.train.remat, tensor, one)[0] for one in routed)
+    stages = mesh_shape.get("pipeline", 1)
+    # A stage keeps its layers' values of all micro-batches, which pass forward before the first comes back.
+    per_token += kept if stages == 1 else kept * cfg.train.gradient_accumulation_steps // stages
     chunk = min(cfg.train.loss_chunk_tokens, tokens)
     return Memory(
         weights=sharded,

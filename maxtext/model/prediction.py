@@ -148,7 +148,7 @@ def _flops(cfg: Config) -> tuple[float, float]:
 
 def _kept(cfg: Config) -> set[str]:
     """Names of the values of a block that need not be computed again."""
-    return set(getattr(cfg.train.remat, "kept", cfg.train.remat.save))
+    return {*cfg.train.remat.kept, *cfg.train.remat.offloaded}
 
 
 def _recomputed(cfg: Config) -> float:

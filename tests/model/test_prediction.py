@@ -82,6 +82,8 @@ def test_recomputation_costs_matmuls_and_saves_memory():
     some = predict(config(remat=RematConfig(mode="names", save=("qkv", "gate_up"))), {"fsdp": 8}, V5P)
     assert full.matmul > some.matmul > none.matmul
     assert full.attention > none.attention
+    away = predict(config(remat=RematConfig(mode="names", offload=("qkv", "gate_up"))), {"fsdp": 8}, V5P)
+    assert (away.matmul, away.memory.total) == (some.matmul, full.memory.total)  # kept by the host
     assert full.memory.total < some.memory.total < none.memory.total
 
 
@@ -92,6 +94,16 @@ def test_a_pipeline_waits_in_its_ends():
     assert predict(cfg, sizes, V5P).bubble == pytest.approx(3 / 11)
     assert predict(cfg, sizes, V5P, repeats=2).bubble == pytest.approx(3 / 19)
     assert predict(cfg, {"fsdp": 8}, V5P).bubble == 0
+
+
+def test_a_stage_keeps_its_layers_of_all_micro_batches():
+    """Eight micro-batches of half of the layers, against one of all: four times as much, beside one block's own."""
+    train = {"gradient_accumulation_steps": 8, "global_batch": 16, "remat": RematConfig(mode="none")}
+    whole, staged = (predict(config(**train), sizes, V5P).memory.activations
+                     for sizes in ({"fsdp": 2}, {"pipeline": 2, "fsdp": 2}))
+    once = predict(config(**train | {"remat": RematConfig(mode="full")}), {"fsdp": 2}, V5P).memory.activations
+    inputs = 16 * 4 * 2 * 32  # of both layers, of one sequence's 16 tokens in float32
+    assert staged - (once - inputs) == 4 * (whole - (once - inputs))
 
 
 def test_attention_is_slower_with_narrow_heads():
