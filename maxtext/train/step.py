@@ -20,6 +20,8 @@ from maxtext.model.decoder import Decoder, by_segment
 from maxtext.model.loss import mean_loss
 from maxtext.model.moe import Moe
 from maxtext.model.router import RouterStats, updated_bias
+from maxtext.parallel.collectives import platform
+from maxtext.parallel.compiler import compiler_options
 from maxtext.parallel.sharding import spec
 from maxtext.train.optim import global_norm
 from maxtext.train.state import TrainState, optimizer_of
@@ -69,7 +71,7 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
 
 
 def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetrics]]:
-    """The jitted step; the state given to it is consumed.
+    """The jitted step, for the platform of the current mesh; the state given to it is consumed.
 
     It may be given an int32 array of the votes of processes; the largest is then returned as metric `vote`.
     """
@@ -79,7 +81,7 @@ def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetri
         state, metrics = update(state, batch)
         return state, metrics if votes is None else metrics | {"vote": votes.max()}
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(platform()))
 
 
 def _gradient(cfg: Config, params: Decoder, batch: Batch,
