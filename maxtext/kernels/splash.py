@@ -30,8 +30,7 @@ class Blocks(NamedTuple):
     keys_backward: int
 
 
-MOST_KEYS = 1024  # scores of a block of queries that exist at one time
-BLOCKS = Blocks(1024, 1024, 1024, 2048)
+BLOCKS = Blocks(1024, 1024, 1024, 1024)
 
 
 def causal_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array, segments_BT: jax.Array | None = None,
@@ -75,14 +74,14 @@ class _Plan(NamedTuple):
     interpret: bool
 
     def flops(self, q_BNTH: jax.Array, v_BKTW: jax.Array) -> tuple[int, int]:
-        """Forward and backward, over the pairs of real positions that see each other.
+        """Of the kernel forward, and of each of the two backward, over the pairs of real positions that see each other.
 
-        Forward are two matmuls; backward the scores are made again, and four matmuls give the gradients.
+        Forward are two matmuls; backward seven, because scores and their gradients are made for either kernel.
         """
         seen = int(np.minimum(np.arange(1, self.length + 1), self.window or self.length).sum())
         rows, heads, _, width = q_BNTH.shape
         pairs, value_width = 2 * rows * heads * seen, v_BKTW.shape[-1]
-        return pairs * (width + value_width), pairs * (3 * width + 2 * value_width)
+        return pairs * (width + value_width), pairs * (4 * width + 3 * value_width) // 2
 
 
 # The kernels' own rule of differentiation knows nothing of a mesh, so this file has one around their two passes.
@@ -119,7 +118,7 @@ def _backward(plan: _Plan, saved: tuple, dout_BNTW: jax.Array) -> tuple:
     def row(q_NTH: jax.Array, k_KTH: jax.Array, v_KTW: jax.Array, segments_T: jax.Array | None,
             sinks_N: jax.Array | None, out_NTW: jax.Array, log_z_NT: jax.Array, dout_NTW: jax.Array) -> tuple:
         documents = None if segments_T is None else kernels.SegmentIds(segments_T, segments_T)
-        residuals = q_NTH, k_KTH, v_KTW, documents, sinks_N, out_NTW, log_z_NT, None, masks[1]
+        residuals = q_NTH, k_KTH, v_KTW, documents, sinks_N, out_NTW, log_z_NT, masks[2], masks[1]
         grads = kernels._splash_attention_bwd(res=residuals, do=dout_NTW, save_residuals=True, **call)
         return *grads[3:6], grads[7]
 
@@ -140,29 +139,34 @@ def padded_length(length: int, blocks: Blocks) -> int:
     return -(-length // (count * LANES)) * count * LANES
 
 
-def _kernel(plan: _Plan, heads: int) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any]]:
+def _kernel(plan: _Plan, heads: int) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any, Any]]:
     """JAX's module, settings of a call and what its passes know of the mask."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape, window = (plan.size, plan.size), plan.window
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    return kernel_of(mask, heads, plan.size, plan.blocks, plan.interpret)
+    return kernel_of(mask, heads, plan.size, plan.blocks, plan.interpret, fused=False)
 
 
-def kernel_of(mask: Any, heads: int, size: int, blocks: Blocks,
-              interpret: bool) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any]]:
-    """What `_kernel` gives, for any mask of (size, size)."""
+def kernel_of(mask: Any, heads: int, size: int, blocks: Blocks, interpret: bool,
+              fused: bool = True) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any, Any]]:
+    """What `_kernel` gives, for any mask of (size, size).
+
+    The fused backward kernel writes a part of dq for each block of keys: its memory grows with the square of the
+    length, and XLA gives the sum of those parts more cycles than the two matmuls that a second kernel makes again.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     queries, keys, queries_backward, keys_backward = (_divisor(size, most) for most in blocks)
+    alone = {} if fused else {"block_q_dq": queries_backward, "block_kv_dq": keys_backward}
     sizes = kernels.BlockSizes(
-        block_q=queries, block_kv=keys, block_kv_compute=_divisor(keys, MOST_KEYS), block_q_dkv=queries_backward,
-        block_kv_dkv=keys_backward, block_kv_dkv_compute=_divisor(keys_backward, MOST_KEYS), use_fused_bwd_kernel=True)
+        block_q=queries, block_kv=keys, block_kv_compute=keys, block_q_dkv=queries_backward,
+        block_kv_dkv=keys_backward, block_kv_dkv_compute=keys_backward, use_fused_bwd_kernel=fused, **alone)
     made = kernels.make_splash_mha(masks.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1,
                                    q_seq_shards=1, interpret=interpret)
     call = {name: value for name, value in made.kwargs.items() if name != "save_residuals"}
-    return kernels, call, (made.fwd_mask_info, made.dkv_mask_info)
+    return kernels, call, (made.fwd_mask_info, made.dkv_mask_info, made.dq_mask_info)
 
 
 def _divisor(size: int, most: int) -> int:

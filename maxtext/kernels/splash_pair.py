@@ -96,7 +96,7 @@ class SplashPair:
         dq, dk_BKSH, dv_BKSW = (x.astype(jnp.float32) for x in grads)
         return dq.reshape(q_BKGTH.shape), dk_BKSH, dv_BKSW
 
-    def _kernel(self, q_BKGTH: jax.Array) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any]]:
+    def _kernel(self, q_BKGTH: jax.Array) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any, Any]]:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
         shape = (self.block, self.block)
