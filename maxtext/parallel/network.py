@@ -145,12 +145,17 @@ def spread(axes: Collection[str], sizes: Mapping[str, int], domain: int) -> tupl
 
 
 def network_of(devices: Sequence[Any]) -> Network:
-    """The network between devices at hand. A domain is a slice, the GPUs of a process, or all other devices."""
+    """The network between devices at hand. A domain is a slice, the GPUs of a process, or all other devices.
+
+    With one GPU a process, as some launchers have it, processes are taken to fill one node after the other.
+    """
     chip = chip_of(getattr(devices[0], "device_kind", ""))
     keys = [getattr(device, "slice_index", 0) for device in devices]
     if chip is not None and not chip.dims:
         keys = [device.process_index for device in devices]
     domain = len(devices) // len(set(keys))
+    if chip is not None and not chip.dims and domain == 1:
+        domain = math.gcd(len(devices), chip.domain)
     if chip is None or not chip.dims:
         return Network(chip, domain)
     places = [device.coords for device, key in zip(devices, keys, strict=True) if key == keys[0]]

@@ -67,6 +67,8 @@ def test_the_network_of_devices_at_hand():
     assert network_of(tpus) == Network(CHIPS["v5p"], 8, (2, 2, 2))
     gpus = [SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", process_index=number // 8) for number in range(32)]
     assert network_of(gpus) == H100
+    alone = [SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", process_index=number) for number in range(32)]
+    assert network_of(alone) == H100
     assert network_of([SimpleNamespace(device_kind="cpu", process_index=0)] * 4) == Network(None, 4)
 
 
