@@ -6,7 +6,9 @@ Dims: T sequence length.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
 
@@ -34,6 +36,12 @@ PEAK_FLOPS = {
 }
 
 
+@functools.lru_cache(maxsize=64)
+def declared_params(cfg: ModelConfig) -> Any:
+    """`decoder_params`, once a model: a search asks for it thousands of times."""
+    return decoder_params(cfg)
+
+
 def _params(tree: object) -> list[Param]:
     return jax.tree.leaves(tree, is_leaf=is_param)
 
@@ -46,12 +54,12 @@ def _size(p: Param, cfg: ModelConfig, active: bool) -> int:
 
 def count_params(cfg: ModelConfig, active: bool = False) -> int:
     """All trainable parameters; with `active` those that one token uses: `moe.top_k` of the experts, and all else."""
-    return sum(_size(p, cfg, active) for p in _params(decoder_params(cfg)))
+    return sum(_size(p, cfg, active) for p in _params(declared_params(cfg)))
 
 
 def count_non_embedding(cfg: ModelConfig, active: bool = False) -> int:
     """`count_params` without the input embedding; the LM head counts, unless it is the embedding."""
-    return count_params(cfg, active) - math.prod(decoder_params(cfg).embed.shape)
+    return count_params(cfg, active) - math.prod(declared_params(cfg).embed.shape)
 
 
 def flops_per_token(cfg: ModelConfig, length: int) -> int:
@@ -62,7 +70,7 @@ def flops_per_token(cfg: ModelConfig, length: int) -> int:
     w - w (w - 1) / 2T with w = min(window, T), with six for each number of the key and of the value there; no
     recomputation (OLMo-core 3.0.0 `num_flops_per_token`).
     """
-    blocks = [block for segment in decoder_params(cfg).segments for block in segment]
+    blocks = [block for segment in declared_params(cfg).segments for block in segment]
     weights = sum(_size(p, cfg, active=True) for block in blocks for p in _params((block.attention, block.mlp)))
     head = cfg.d_model * cfg.vocab_size + cfg.d_model
     seen = [min(window or length, length) for window in cfg.layer_windows]
@@ -93,12 +101,12 @@ class Memory:
 def state_bytes(cfg: Config) -> int:
     """Bytes of all weights and moments, on all devices that hold them together."""
     whole = dict.fromkeys(AXES, 1)
-    return sum(_shard_bytes(p, whole) for p in _params(decoder_params(cfg.model))) + _moments(cfg, whole)
+    return sum(_shard_bytes(p, whole) for p in _params(declared_params(cfg.model))) + _moments(cfg, whole)
 
 
 def _moments(cfg: Config, mesh_shape: dict[str, int]) -> int:
     """Bytes of one device's moments, wherever they lie: two of each array, one where Muon serves."""
-    declared = decoder_params(cfg.model)
+    declared = declared_params(cfg.model)
     found = 0
     for p, how in zip(_params(declared), matrices_of(declared), strict=True):
         count = 1 if how is not None and cfg.optim.uses_muon else 2
@@ -115,7 +123,7 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     Args:
       mesh_shape: size of each mesh axis; 1 of those left out.
     """
-    sharded = sum(_shard_bytes(p, mesh_shape) for p in _params(decoder_params(cfg.model)))
+    sharded = sum(_shard_bytes(p, mesh_shape) for p in _params(declared_params(cfg.model)))
     ways = math.prod(mesh_shape.get(axis, 1) for axis in {*BATCH_AXES, "context"} - {"pipeline"})
     tokens = cfg.batch_tokens // cfg.train.gradient_accumulation_steps // ways
     width = 2 if cfg.train.compute_dtype == "bfloat16" else 4

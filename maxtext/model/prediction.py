@@ -8,13 +8,13 @@ bubbles of a pipeline, and the collectives that the sharding rules imply, at the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 
-from maxtext.config.schema import Config
+from maxtext.config.schema import Config, ModelConfig
 from maxtext.config.validate import BATCH_AXES
-from maxtext.model.cost import Memory, flops_per_token, memory_per_device
-from maxtext.model.decoder import decoder_params
+from maxtext.model.cost import Memory, declared_params, flops_per_token, memory_per_device
 from maxtext.parallel.chips import ATTENTION_EFFICIENCY, MATMUL_EFFICIENCY, Chip
 from maxtext.parallel.network import Kind, Network, spread
 from maxtext.parallel.sharding import RULES, Param, is_param
@@ -115,9 +115,10 @@ def attention_efficiency(chip: Chip | None, width: int) -> float:
     return narrow * width / 128 if width < 128 else narrow + (wide - narrow) * (min(width, 256) - 128) / 128
 
 
-def _weights(cfg: Config) -> tuple[float, float, float, int]:
+@functools.lru_cache(maxsize=64)
+def _weights(cfg: ModelConfig) -> tuple[float, float, float, int]:
     """Numbers in blocks outside experts, in experts, in embedding and head; and arrays that are gathered a step."""
-    declared = decoder_params(cfg.model)
+    declared = declared_params(cfg)
     found = [p for p in _params(declared.segments) if p.trained]
     experts = sum(math.prod(p.shape) for p in found if "expert" in p.dims)
     dense = sum(math.prod(p.shape) for p in found) - experts
@@ -135,7 +136,7 @@ def _params(tree: object) -> list[Param]:
 def _flops(cfg: Config) -> tuple[float, float]:
     """FLOPs a token of matmuls and of attention kernels that a step computes, recomputation included."""
     model, length = cfg.model, cfg.data.sequence_length
-    dense, experts, _, _ = _weights(cfg)
+    dense, experts, _, _ = _weights(cfg.model)
     active = experts * model.moe.top_k / model.moe.experts if model.moe.experts else 0
     head = model.d_model * model.vocab_size
     counted = flops_per_token(model, length)
@@ -194,7 +195,7 @@ def exchanges(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Exchange]:
     """The collectives that the sharding rules imply, leaving out those of one device."""
     model, width = cfg.model, 2 if cfg.train.compute_dtype == "bfloat16" else 4
     size = {axis: sizes.get(axis, 1) for axis in ("data", "pipeline", "fsdp", "expert", "context", "tensor")}
-    dense, experts, ends, arrays = _weights(cfg)
+    dense, experts, ends, arrays = _weights(cfg.model)
     inner, steps = size["tensor"] * size["pipeline"], cfg.train.gradient_accumulation_steps
     layers = -(-model.n_layers // size["pipeline"])
     shared, routed = dense / inner + ends / size["tensor"], experts / inner / size["expert"]
