@@ -36,10 +36,10 @@ def tiny_config(model: ModelConfig | None = None, **train: Any) -> Config:
     )
 
 
-def mesh_of(shape: tuple[int, int, int], expert: int = 1) -> Mesh:
-    """A mesh of these sizes of data, fsdp and tensor, and of expert."""
+def mesh_of(shape: tuple[int, int, int], expert: int = 1, context: int = 1, pipeline: int = 1) -> Mesh:
+    """A mesh of these sizes of data, fsdp and tensor, and of the other axes."""
     data, fsdp, tensor = shape
-    sizes = (data, fsdp, expert, tensor)
+    sizes = (data, pipeline, fsdp, expert, context, tensor)
     devices = np.asarray(jax.devices()[: math.prod(sizes)]).reshape(sizes)
     return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 

@@ -30,6 +30,9 @@ REMAT_PRESETS: dict[str, tuple[tuple[RematName, ...], tuple[RematName, ...]]] = 
 }
 ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
+AttentionKernel = Literal["auto", "blocked", "splash", "cudnn"]
+GroupedMatmulKernel = Literal["auto", "blocked", "megablox", "ragged_dot"]
+ContextStrategy = Literal["all_gather", "ring", "ulysses"]
 LARGEST_SEED = 2**32 - 1  # jax keeps the low 32 bits of a seed
 
 
@@ -188,11 +191,47 @@ class MeshConfig:
 
     data: int = field("Replicas: each holds all weights and its share of the batch.", 1, also=("dp", "replicate"),
                       minimum=-1)
+    pipeline: int = field("Stages that share the layers, through which micro-batches pass; for all else than layers "
+                          "they are like fsdp.", 1, also=("pp", "stage", "pipeline_parallel"), minimum=-1)
     fsdp: int = field("Devices that share weights, optimizer state and batch.", -1, also=("zero", "shard"), minimum=-1)
     expert: int = field("Devices that share the experts of a routed layer; for all else they are like fsdp.", 1,
                         also=("ep", "expert_parallel"), minimum=-1)
-    tensor: int = field("Devices that share heads, feed-forward width and vocabulary.", 1, also=("tp", "model"),
-                        minimum=-1)
+    context: int = field("Devices that share the positions of each sequence, and weights as fsdp does.", 1,
+                         also=("cp", "sequence", "context_parallel"), minimum=-1)
+    tensor: int = field("Devices that share heads, feed-forward width and vocabulary; between layers they share "
+                        "positions.", 1, also=("tp", "model"), minimum=-1)
+    context_strategy: ContextStrategy = field(
+        "How attention reads other devices' positions: all_gather = keys and values of all; ring = they go round; "
+        "ulysses = heads for positions.", "all_gather")
+    pipeline_rounds: int = field("How often a micro-batch passes the stages, each time by other layers; more rounds, "
+                                 "less idling, more messages. 1: GPipe.", 1, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """Implementations of the costly parts. auto takes the best that the platform and the shapes allow."""
+
+    attention: AttentionKernel = field("auto, blocked = plain JAX, splash = TPU, cudnn = GPU.", "auto")
+    grouped_matmul: GroupedMatmulKernel = field("Of experts: auto, blocked = a loop over blocks of one expert, "
+                                                "megablox = TPU, ragged_dot = XLA's own.", "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a model is run, as opposed to what it is: none of this changes results beyond rounding.
+
+    Hashable, so that it can be a static argument.
+    """
+
+    compute_dtype: Dtype = "float32"
+    remat: RematConfig = RematConfig(mode="none")
+    kernels: KernelConfig = KernelConfig()
+    context_strategy: ContextStrategy = "all_gather"
+    pipeline_rounds: int = 1
+    micro_batches: int = 1  # that pass a pipeline together
+
+
+DEFAULT_EXECUTION = Execution()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +315,7 @@ class Config:
     seed: int = field("Seed of the initial weights.", 0, minimum=0, maximum=LARGEST_SEED)
     schedule: ScheduleConfig = field("Learning rate.", ScheduleConfig)
     mesh: MeshConfig = field("Devices.", MeshConfig)
+    kernels: KernelConfig = field("Implementations.", KernelConfig)
     checkpoint: CheckpointConfig = field("Checkpoints.", CheckpointConfig)
     eval: EvalConfig = field("Held-out evaluation.", EvalConfig)
     generate: GenerateConfig = field("Samples while training.", GenerateConfig)
@@ -284,6 +324,12 @@ class Config:
     @property
     def run_dir(self) -> str:
         return f"{self.output_dir}/{self.run_name}"
+
+    @property
+    def execution(self) -> Execution:
+        """How the model is run in training."""
+        return Execution(self.train.compute_dtype, self.train.remat, self.kernels, self.mesh.context_strategy,
+                         self.mesh.pipeline_rounds)
 
     @property
     def batch_tokens(self) -> int:

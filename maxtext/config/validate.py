@@ -7,7 +7,7 @@ value, so that a finished run can be continued without changing what it has alre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from maxtext.config.data_rules import DATA_RULES
@@ -16,9 +16,10 @@ from maxtext.config.optimizer_rules import OPTIMIZER_RULES
 from maxtext.config.schema import Config, MeshConfig
 from maxtext.config.wording import Problem, default_of, division, either, multiples
 
-AXES = ("data", "fsdp", "expert", "tensor")
-BATCH_AXES = ("data", "fsdp", "expert")  # the axes that split the batch
-WEIGHT_AXES = ("fsdp", "expert")  # the axes that split the width of weights
+AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "pipeline", "fsdp", "expert")  # the axes that split the batch
+WEIGHT_AXES = ("pipeline", "fsdp", "expert", "context")  # the axes that split the width of weights
+SPECIAL_AXES = ("pipeline", "expert", "context")  # named in messages only where they are used
 RESERVED_SETS = ("macro", "micro")  # names of the averages over held-out sets in the metrics
 
 
@@ -93,34 +94,74 @@ def mesh_problems(cfg: Config, n_devices: int) -> list[Problem]:
     shape = _resolve(cfg.mesh, n_devices)
     if not isinstance(shape, dict):
         return shape
-    model, moe, mesh = cfg.model, cfg.model.moe, cfg.mesh
-    width = math.prod(shape[axis] for axis in WEIGHT_AXES)
+    model, mesh = cfg.model, cfg.mesh
     found = [*_misfits(_over_tensor(cfg), "tensor", mesh.tensor, shape["tensor"], n_devices),
              *_misfits([("model.d_model", model.d_model)], "fsdp", mesh.fsdp, shape["fsdp"], n_devices)]
-    if moe.experts:
-        found += _misfits([("model.moe.experts", moe.experts)], "expert", mesh.expert, shape["expert"], n_devices)
-    if not model.d_model % shape["fsdp"] and model.d_model % width:
-        found.append(("mesh.expert", (f"model.d_model {model.d_model} is not divisible by mesh.fsdp {shape['fsdp']} x "
-                                      f"mesh.expert {shape['expert']} = {width} {division(model.d_model, width)}; "
-                                      "change those sizes")))
-    for name in ("q_rank", "kv_rank"):
-        rank = getattr(model.latent, name)
-        if model.latent.kv_rank is not None and rank is not None and rank % width:
-            found.append(("mesh.fsdp", (f"model.latent.{name} {rank} is not divisible by mesh.fsdp {shape['fsdp']} x "
-                                        f"mesh.expert {shape['expert']} = {width} {division(rank, width)}; change "
-                                        "those sizes")))
-    train, ways = cfg.train, math.prod(shape[axis] for axis in BATCH_AXES)
-    micro, rest = divmod(train.global_batch, train.gradient_accumulation_steps)
+    if model.moe.experts:
+        found += _misfits([("model.moe.experts", model.moe.experts)], "expert", mesh.expert, shape["expert"], n_devices)
+    return [*found, *_widths(cfg, shape), *_micro_batches(cfg, shape), *_positions(cfg, shape), *_stages(cfg, shape)]
+
+
+def _widths(cfg: Config, shape: dict[str, int]) -> Iterator[Problem]:
+    """What all axes that split the width of weights must divide together."""
+    latent, ways, d_model = cfg.model.latent, math.prod(shape[axis] for axis in WEIGHT_AXES), cfg.model.d_model
+    sizes = [("model.d_model", d_model if not d_model % shape["fsdp"] else ways)]  # else fsdp alone was named already
+    if latent.kv_rank is not None:
+        sizes += [(f"model.latent.{name}", getattr(latent, name) or ways) for name in ("q_rank", "kv_rank")]
+    axes = [axis for axis in WEIGHT_AXES if axis == "fsdp" or shape[axis] > 1]
+    for key, size in sizes:
+        if size % ways:
+            yield f"mesh.{axes[-1]}", (f"{key} {size} is not divisible by {_product(axes, shape)} = {ways} "
+                                       f"{division(size, ways)}; change those sizes")
+
+
+def _product(axes: Iterable[str], shape: Mapping[str, int]) -> str:
+    return " x ".join(f"mesh.{axis} {shape[axis]}" for axis in axes)
+
+
+def _micro_batches(cfg: Config, shape: dict[str, int]) -> Iterator[Problem]:
+    spread = [axis for axis in BATCH_AXES if axis != "pipeline"]  # a micro-batch passes all stages of a pipeline
+    train, ways = cfg.train, math.prod(shape[axis] for axis in spread)
+    steps = train.gradient_accumulation_steps
+    micro, rest = divmod(train.global_batch, steps)
     if not rest and micro % ways:  # an accumulation that does not divide the batch is a rule of `problems`
-        unit = train.gradient_accumulation_steps * ways
-        axes = [axis for axis in BATCH_AXES if axis != "expert" or shape[axis] > 1]
-        found.append(("train.global_batch", (
-            f"train.global_batch {train.global_batch} / train.gradient_accumulation_steps "
-            f"{train.gradient_accumulation_steps} = {micro} sequences a micro-batch, which "
-            f"{' x '.join(f'mesh.{axis} {shape[axis]}' for axis in axes)} = {ways} does not divide "
-            f"{division(micro, ways)}; set train.global_batch to {multiples(train.global_batch, unit)}, or other mesh "
-            "sizes")))
-    return found
+        axes = [axis for axis in spread if axis not in SPECIAL_AXES or shape[axis] > 1]
+        yield "train.global_batch", (
+            f"train.global_batch {train.global_batch} / train.gradient_accumulation_steps {steps} = {micro} sequences "
+            f"a micro-batch, which {_product(axes, shape)} = {ways} does not divide {division(micro, ways)}; set "
+            f"train.global_batch to {multiples(train.global_batch, steps * ways)}, or other mesh sizes")
+
+
+def _positions(cfg: Config, shape: dict[str, int]) -> Iterator[Problem]:
+    """Each device of the context axis holds two equal chunks of a sequence."""
+    length, devices, heads, tensor = cfg.data.sequence_length, shape["context"], cfg.model.kv_heads, shape["tensor"]
+    if devices > 1 and length % (2 * devices):
+        yield "mesh.context", (f"data.sequence_length {length} is not divisible by 2 x mesh.context {devices} = "
+                               f"{2 * devices} {division(length, 2 * devices)}; change one of them")
+    if devices > 1 and cfg.mesh.context_strategy == "ulysses" and not heads % tensor and heads // tensor % devices:
+        yield "mesh.context_strategy", (
+            f"ulysses shares key/value heads: {heads} / mesh.tensor {tensor} = {heads // tensor} are not divisible by "
+            f"mesh.context {devices}; write all_gather or ring, or change those sizes")
+    if devices > 1 and cfg.model.moe.capacity_factor is not None:
+        yield "mesh.context", ("model.moe.capacity_factor drops tokens in the order of the batch, which mesh.context "
+                               f"{devices} splits; set model.moe.capacity_factor to null, or mesh.context to 1")
+
+
+def _stages(cfg: Config, shape: dict[str, int]) -> Iterator[Problem]:
+    """A pipeline needs layers that its stages can share, and a micro-batch for each stage."""
+    stages, rounds, steps = shape["pipeline"], cfg.mesh.pipeline_rounds, cfg.train.gradient_accumulation_steps
+    if stages == 1:
+        if rounds > 1:
+            yield "mesh.pipeline_rounds", (f"mesh.pipeline_rounds {rounds} needs stages, but mesh.pipeline is 1; set "
+                                           "mesh.pipeline, or remove it")
+        return
+    if steps < stages or steps % stages:
+        yield "train.gradient_accumulation_steps", (
+            f"train.gradient_accumulation_steps {steps} is not a multiple of mesh.pipeline {stages}: the micro-batches "
+            f"of an update fill the stages; set it to {multiples(steps, stages)}")
+    if cfg.model.moe.experts and cfg.model.moe.load_statistics == "batch":
+        yield "mesh.pipeline", ("model.moe.load_statistics batch counts over one micro-batch after another, but "
+                                f"mesh.pipeline {stages} runs them together; write micro_batch or sequence")
 
 
 def _over_tensor(cfg: Config) -> list[tuple[str, int]]:
@@ -141,8 +182,8 @@ def _resolve(mesh: MeshConfig, n_devices: int) -> dict[str, int] | list[Problem]
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     free = next((axis for axis in AXES if sizes[axis] == -1), None)
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    shown = {axis: size for axis, size in sizes.items() if size != -1 and (axis != "expert" or size > 1)}
-    names = " x ".join(f"mesh.{axis} {size}" for axis, size in shown.items())
+    shown = [axis for axis, size in sizes.items() if size != -1 and (axis not in SPECIAL_AXES or size > 1)]
+    names = _product(shown, sizes)
     if free is None and fixed != n_devices:
         return [("mesh", f"{names} = {fixed} devices, but there are {n_devices}; set one axis to -1 to use them all")]
     if free is not None:

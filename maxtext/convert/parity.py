@@ -27,7 +27,7 @@ from maxtext.convert.hf import Folder
 from maxtext.convert.mapping import layer_places, places
 from maxtext.convert.saved import Pieces, Saved
 from maxtext.convert.trace import Trace
-from maxtext.model.decoder import Block, Context, Decoder, block_forward, embed, make_context
+from maxtext.model.decoder import Block, Context, Decoder, block_forward, embed, make_context, row_positions
 from maxtext.model.layers import rms_norm
 from maxtext.parallel.mesh import AXES
 from maxtext.parallel.sharding import sharding, spec
@@ -90,7 +90,7 @@ def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dt
     """The model's forward pass with every layer's output kept, on the current mesh."""
     @jax.jit
     def start(p: Decoder, tokens_BT: jax.Array) -> tuple[jax.Array, Context]:
-        return embed(p, tokens_BT, cfg, dtype), make_context(cfg, tokens_BT)
+        return embed(p, tokens_BT, cfg, dtype), make_context(cfg, row_positions(tokens_BT.shape[1]))
 
     @jax.jit
     def finish(p: Decoder, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:

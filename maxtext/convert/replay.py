@@ -25,7 +25,7 @@ from maxtext.convert.parity import Limits, blocks, mesh_for, run_block, without_
 from maxtext.convert.saved import Saved
 from maxtext.convert.trace import EMBED, HEAD, LAYERS, NORM, Trace
 from maxtext.model.attention import Attention, attention
-from maxtext.model.decoder import Block, Context, Decoder, cast_block, embed, leaf_names, make_context
+from maxtext.model.decoder import Block, Context, Decoder, cast_block, embed, leaf_names, make_context, row_positions
 from maxtext.model.latent import latent_attention
 from maxtext.model.layers import Mlp, mlp
 from maxtext.model.moe import moe
@@ -197,7 +197,7 @@ def _inside(piece: Piece, prefix: str) -> str:
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def _context(tokens_BT: jax.Array, cfg: ModelConfig) -> Context:
-    return make_context(cfg, tokens_BT)
+    return make_context(cfg, row_positions(tokens_BT.shape[1]))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype"))

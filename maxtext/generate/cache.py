@@ -32,6 +32,7 @@ from maxtext.model.decoder import (
     make_context,
     norm_in,
     norm_out,
+    row_positions,
     segments,
     without_capacity,
 )
@@ -84,7 +85,7 @@ def prefill(p: Decoder, tokens_BT: jax.Array, lengths_B: jax.Array, slots: int, 
     Returns:
       (cache, final hidden states at the last token of each prompt, (B, 1, D)).
     """
-    context = make_context(cfg, tokens_BT)
+    context = make_context(cfg, row_positions(tokens_BT.shape[1]))
     real_BT = jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]
 
     def read(p: Any, x_BTD: jax.Array, window: int | None, _: None) -> tuple[jax.Array, Kept]:

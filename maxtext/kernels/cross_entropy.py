@@ -56,13 +56,17 @@ def cross_entropy(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weight
     return total, losses
 
 
-def token_nll(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, chunk: int, axes: Axes) -> jax.Array:
-    """Negative log-likelihood in nats of each target, (N,) float32; arguments as in `cross_entropy`. No gradient."""
-    w_DV = _whole(w_DV, x_ND.dtype, axes)
+def token_nll(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, chunk: int, vocab: str | None) -> jax.Array:
+    """Negative log-likelihood in nats of each target, (N,) float32. No gradient.
+
+    Args:
+      w_DV: all rows of the head in the dtype of `x`, and this device's columns.
+      vocab: mesh axis that the columns are split over. The others are as in `cross_entropy`.
+    """
 
     def body(carry: None, chunk_of: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         x_CD, targets_C = chunk_of
-        parts = _log_partition(x_CD @ w_DV, targets_C, axes)
+        parts = _log_partition(x_CD @ w_DV, targets_C, vocab)
         return carry, parts.log_z - parts.target
 
     x, targets = _chunks((x_ND, targets_N), chunk)
@@ -77,19 +81,19 @@ class _Partition(NamedTuple):
     is_target_CV: jax.Array
 
 
-def _log_partition(logits_CV: jax.Array, targets_C: jax.Array, axes: Axes) -> _Partition:
+def _log_partition(logits_CV: jax.Array, targets_C: jax.Array, vocab: str | None) -> _Partition:
     if logits_CV.dtype == jnp.bfloat16:  # explicit: the compiler may drop a rounding that is undone
         logits_CV = jax.lax.reduce_precision(logits_CV, exponent_bits=8, mantissa_bits=7)
     logits_CV = logits_CV.astype(jnp.float32)
-    first = jax.lax.axis_index(axes.vocab) * logits_CV.shape[1] if axes.vocab else 0
+    first = jax.lax.axis_index(vocab) * logits_CV.shape[1] if vocab else 0
     is_target_CV = jnp.arange(logits_CV.shape[1])[None] + first == targets_C[:, None]
     peak_C = logits_CV.max(-1)
-    if axes.vocab:
-        peak_C = jax.lax.pmax(peak_C, axes.vocab)
+    if vocab:
+        peak_C = jax.lax.pmax(peak_C, vocab)
     exp_CV = jnp.exp(logits_CV - peak_C[:, None])
     sum_C, target_C = exp_CV.sum(-1), jnp.where(is_target_CV, logits_CV, 0).sum(-1)
-    if axes.vocab:
-        sum_C, target_C = jax.lax.psum((sum_C, target_C), axes.vocab)
+    if vocab:
+        sum_C, target_C = jax.lax.psum((sum_C, target_C), vocab)
     return _Partition(exp_CV, sum_C, jnp.log(sum_C) + peak_C, target_C, is_target_CV)
 
 
@@ -118,7 +122,7 @@ def _forward(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: 
 
     def body(dw_DV: jax.Array | None, chunk_of: tuple[jax.Array, ...]) -> tuple[jax.Array | None, tuple]:
         x_CD, targets_C, weights_C = chunk_of
-        part = _log_partition(x_CD @ w_DV, targets_C, axes)
+        part = _log_partition(x_CD @ w_DV, targets_C, axes.vocab)
         losses = Losses((weights_C * (part.log_z - part.target)).sum(), (weights_C * part.log_z**2).sum())
         if not with_gradient:
             return None, (losses, None)

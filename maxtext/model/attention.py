@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.schema import ModelConfig
+from maxtext.config.schema import DEFAULT_EXECUTION, Execution, ModelConfig
 from maxtext.kernels import attention as blocked
 from maxtext.kernels import cudnn, splash
 from maxtext.kernels.choice import Problem, choose_attention
+from maxtext.kernels.context_attention import context_attention
 from maxtext.model.layers import Rope, apply_rope, norm_param, rms_norm
 from maxtext.parallel.collectives import platform
+from maxtext.parallel.positions import CONTEXT, positions_dim, unshare
 from maxtext.parallel.sharding import Param, gather, per_device, spec
 
 QUERIES, KEYS, SINKS = ("batch", None, "heads", None, None), ("batch", None, "heads", None), ("heads", None)
@@ -62,10 +64,11 @@ def attention_params(cfg: ModelConfig) -> Attention:
 
 
 def attention(p: Attention, x_BTD: jax.Array, segments_BT: jax.Array | None, rope: Rope, window: int | None,
-              cfg: ModelConfig) -> jax.Array:
+              cfg: ModelConfig, how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """Self-attention of (B, T, D) in its own dtype; `window` tokens are visible, or all earlier ones when None."""
-    q_BTKGH, k_BTKH, v_BTKH = project(p, x_BTD, rope, cfg)
-    return project_out(p, attend(q_BTKGH, k_BTKH, v_BTKH, segments_BT, p.sinks, window, cfg))
+    q_BTKGH, k_BTKH, v_BTKH = project(p, unshare(x_BTD), rope, cfg)
+    attended_BTKGH = attend(q_BTKGH, k_BTKH, v_BTKH, segments_BT, p.sinks, window, cfg, how)
+    return project_out(p, attended_BTKGH, positions_dim(x_BTD))
 
 
 def project(p: Attention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -82,22 +85,28 @@ def project(p: Attention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> tup
 
 
 def attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None,
-           sinks_KG: jax.Array | None, window: int | None, cfg: ModelConfig) -> jax.Array:
+           sinks_KG: jax.Array | None, window: int | None, cfg: ModelConfig, how: Execution = DEFAULT_EXECUTION
+           ) -> jax.Array:
     """What each query head reads, (B, T, K, G, H of the values), by the kernel that the platform has for it."""
     problem = Problem(q_BTKGH.dtype.name, q_BTKGH.shape[-1], v_BTKH.shape[-1], segments_BT is not None,
                       sinks_KG is not None)
-    kind = choose_attention("auto", platform(), problem).kind
-    kernel = functools.partial(KERNELS[kind], window=window, scale=score_scale(cfg, window))
-    dims = (QUERIES, KEYS, KEYS, None if segments_BT is None else ("batch", None), None if sinks_KG is None else SINKS)
-    out_BTKGH = per_device(kernel, dims, QUERIES)(q_BTKGH, k_BTKH, v_BTKH, segments_BT, sinks_KG)
-    # Splash names by itself what its backward pass needs: a second copy would be kept for nothing.
-    return out_BTKGH if kind == "splash" else checkpoint_name(out_BTKGH, "attention")
+    kind, rows = choose_attention(how.kernels.attention, platform(), problem).kind, ("batch", positions_dim(q_BTKGH))
+    kernel, named = KERNELS[kind], kind == "splash"
+    if rows[1] is not None:
+        kernel = functools.partial(context_attention, axis=CONTEXT, strategy=how.context_strategy, inner=kernel)
+        named = named or how.context_strategy != "ulysses"
+    kernel = functools.partial(kernel, window=window, scale=score_scale(cfg, window))
+    queries, keys = (*rows, "heads", None, None), (*rows, "heads", None)
+    dims = (queries, keys, keys, None if segments_BT is None else rows, None if sinks_KG is None else SINKS)
+    out_BTKGH = per_device(kernel, dims, queries)(q_BTKGH, k_BTKH, v_BTKH, segments_BT, sinks_KG)
+    # Some name by themselves what their backward pass needs: a second copy would be kept for nothing.
+    return out_BTKGH if named else checkpoint_name(out_BTKGH, "attention")
 
 
-def project_out(p: Attention, attended_BTKGH: jax.Array) -> jax.Array:
-    """What attention adds to the residual stream, (B, T, D)."""
+def project_out(p: Attention, attended_BTKGH: jax.Array, positions: str | None = None) -> jax.Array:
+    """What attention adds to the residual stream, (B, T, D), its T split over the mesh as `positions` says."""
     out = gather(p.out, "heads", None, None, "embed")
-    out_BTD = jnp.einsum("btkgh,kghd->btd", attended_BTKGH, out, out_sharding=spec("batch", None, None))
+    out_BTD = jnp.einsum("btkgh,kghd->btd", attended_BTKGH, out, out_sharding=spec("batch", positions, None))
     return checkpoint_name(out_BTD if p.out_bias is None else out_BTD + p.out_bias, "attention_out")
 
 

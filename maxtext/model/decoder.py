@@ -23,13 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.schema import ModelConfig, RematConfig
+from maxtext.config.schema import DEFAULT_EXECUTION, Execution, ModelConfig, RematConfig
 from maxtext.model.attention import Attention, attention, attention_params
 from maxtext.model.latent import LatentAttention, latent_attention, latent_params
 from maxtext.model.layers import Mlp, Rope, document_positions, mlp, mlp_params, norm_param, rms_norm, rope_tables
 from maxtext.model.moe import Moe, moe, moe_params
 from maxtext.model.router import RouterStats
 from maxtext.parallel.host_memory import HOST
+from maxtext.parallel.pipeline import run_pipeline, stages
+from maxtext.parallel.positions import join, layout, positions_dim, share, split, unshare
 from maxtext.parallel.sharding import Param, is_param, per_device, sharding, spec
 
 Branch = Literal["attention", "mlp"]
@@ -169,25 +171,45 @@ class Context(NamedTuple):
     full_rope: Rope
 
 
-def make_context(cfg: ModelConfig, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
-                 real_BT: jax.Array | None = None) -> Context:
-    """Positions count from the start of the row, or of each document when there are segments."""
-    positions = jnp.arange(tokens_BT.shape[1])
+class Rows(NamedTuple):
+    """What belongs to each token of a batch."""
+
+    positions_BT: jax.Array | None  # in its own document; None: those of the whole row
+    segments_BT: jax.Array | None
+    real_BT: jax.Array | None
+
+
+def make_rows(segments_BT: jax.Array | None, real_BT: jax.Array | None, order_T: np.ndarray | None = None) -> Rows:
+    """Positions count anew in each document; all is given in the order of positions, and laid out as `order_T` says."""
+    positions_BT = None
     if segments_BT is not None:
-        positions = per_device(document_positions, (("batch", None),), ("batch", None))(segments_BT)
-    return Context(segments_BT, real_BT, rope_tables(cfg, positions, window=True),
+        positions_BT = per_device(document_positions, (("batch", None),), ("batch", None))(segments_BT)
+    return Rows(*(None if x_BT is None else split(x_BT, order_T) for x_BT in (positions_BT, segments_BT, real_BT)))
+
+
+def row_positions(length: int, order_T: np.ndarray | None = None) -> jax.Array:
+    """Positions of a row without documents, (T,), laid out as `order_T` says."""
+    if order_T is None:
+        return jnp.arange(length)
+    return jax.sharding.reshard(jnp.asarray(order_T, jnp.int32), spec("sequence"))
+
+
+def make_context(cfg: ModelConfig, positions_T: jax.Array, rows: Rows = Rows(None, None, None)) -> Context:  # noqa: B008
+    positions = positions_T if rows.positions_BT is None else rows.positions_BT
+    return Context(rows.segments_BT, rows.real_BT, rope_tables(cfg, positions, window=True),
                    rope_tables(cfg, positions, window=False))
 
 
 def embed(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype) -> jax.Array:
     """Rows of the embedding table, (B, T, D)."""
     table_VD = jax.sharding.reshard(p.embed.astype(dtype), spec(None, None))
-    x_BTD = table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
+    x_BTD = table_VD.at[tokens_BT].get(out_sharding=spec("batch", positions_dim(tokens_BT), None))
     return x_BTD * jnp.asarray(cfg.d_model**0.5, dtype) if cfg.scale_embeddings else x_BTD
 
 
 def block_forward(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig, window: int | None,
-                  prior_E: jax.Array | None = None) -> tuple[jax.Array, RouterStats | None]:
+                  how: Execution = DEFAULT_EXECUTION, prior_E: jax.Array | None = None
+                  ) -> tuple[jax.Array, RouterStats | None]:
     """One layer: attention and feed-forward, each added to the residual stream; and how its router chose, if any.
 
     The norm of a branch stands on its input (Llama), on its output ("reordered norm", OLMo 2, 2024) or on both
@@ -201,7 +223,7 @@ def block_forward(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig
 
     def attend(x_BTD: jax.Array) -> jax.Array:
         attend = attention if isinstance(p.attention, Attention) else latent_attention
-        return attend(p.attention, x_BTD, context.segments_BT, rope, window, cfg)
+        return attend(p.attention, x_BTD, context.segments_BT, rope, window, cfg, how)
 
     x_BTD = x_BTD + norm_out(p, attend(norm_in(p, x_BTD, "attention", cfg)), "attention", cfg)
     return add_feed_forward(p, x_BTD, cfg, context.real_BT, prior_E)
@@ -239,10 +261,11 @@ def norm_out(p: Block, x_BTD: jax.Array, branch: Branch, cfg: ModelConfig) -> ja
     return rms_norm(x_BTD, getattr(p, f"{branch}_norm" if cfg.norm_placement == "post" else f"{branch}_post_norm"), cfg)
 
 
-def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype, remat: RematConfig,
+def decoder_forward(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, how: Execution,
                     segments_BT: jax.Array | None = None) -> jax.Array:
-    """Final hidden states of `run_decoder`, when nothing is trained."""
-    return run_decoder(p, tokens_BT, without_capacity(cfg), dtype, remat, segments_BT)[0]
+    """Final hidden states of `run_decoder` when nothing is trained, with positions in their own order."""
+    x_BTD = run_decoder(p, tokens_BT, without_capacity(cfg), how, segments_BT)[0]
+    return join(x_BTD, layout(tokens_BT.shape[1]))
 
 
 def without_capacity(cfg: ModelConfig) -> ModelConfig:
@@ -250,45 +273,61 @@ def without_capacity(cfg: ModelConfig) -> ModelConfig:
     return dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, capacity_factor=None))
 
 
-def run_decoder(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype, remat: RematConfig,
+def run_decoder(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, how: Execution,
                 segments_BT: jax.Array | None = None, real_BT: jax.Array | None = None,
                 prior_LE: jax.Array | None = None) -> tuple[jax.Array, RouterStats | None]:
     """Final hidden states, after the last norm: what the LM head multiplies; and how the routers chose.
 
     Args:
-      p: float32 weights; they are cast to `dtype` where they are used, norm gains and embeddings included.
+      p: float32 weights; they are cast where they are used, norm gains and embeddings included.
       tokens_BT: int32 ids.
-      dtype: of activations and of the residual stream.
-      remat: which activations of a block the backward pass keeps.
+      how: its `compute_dtype` is that of activations and of the residual stream.
       segments_BT: int32 document of each token; attention and positions then stay within a document.
       real_BT: False for padding, which routers do not count; None: there is none.
       prior_LE: load of each expert in the micro-batches before, float32.
 
     Returns:
-      (B, T, D) in `dtype`; and statistics with a leading dim of the L routed layers, None when there are none.
+      (B, T, D) in the compute dtype, positions in the order of `layout(T)`; and statistics with a leading dim of the L
+      routed layers, None when there are none.
     """
-    x_BTD, context = embed(p, tokens_BT, cfg, dtype), make_context(cfg, tokens_BT, segments_BT, real_BT)
-    run_block = rematerialised(block_forward, remat)
-    collected = []
+    dtype, length = jnp.dtype(how.compute_dtype), tokens_BT.shape[1]
+    order_T = layout(length)
+    x_BTD = share(embed(p, split(tokens_BT, order_T), cfg, dtype))
+    rows, positions_T = make_rows(segments_BT, real_BT, order_T), row_positions(length, order_T)
+    collected, declared = [], decoder_params(cfg).segments
+    priors = [None] * len(p.segments) if prior_LE is None else by_segment(prior_LE, cfg)
+    for segment, blocks, params, prior in zip(segments(cfg), p.segments, declared, priors, strict=True):
+        run = functools.partial(_run_segment, segment, cfg=cfg, how=how)
+        if how.micro_batches > 1 and segment.repeats % (stages() * how.pipeline_rounds) == 0:
+            dims = jax.tree.map(lambda param: param.dims[1:], params, is_leaf=is_param)
+            x_BTD, stats = run_pipeline(run, blocks, dims, x_BTD, rows, positions_T, how.micro_batches,
+                                        how.pipeline_rounds)
+        else:
+            x_BTD, stats = run(blocks, x_BTD, rows, positions_T, prior)
+        collected += [_in_layer_order(stats)] if stats else []
+    stats_L = jax.tree.map(lambda *parts: jnp.concatenate(parts), *collected) if collected else None
+    return unshare(rms_norm(x_BTD, p.norm.astype(dtype), cfg)), stats_L
 
-    def run_pattern(segment: Segment, x_BTD: jax.Array, step: tuple) -> tuple[jax.Array, list[RouterStats]]:
+
+def _run_segment(segment: Segment, blocks: tuple[Block, ...], x_BTD: jax.Array, rows: Rows, positions_T: jax.Array,
+                 prior_RPE: jax.Array | None = None, *, cfg: ModelConfig, how: Execution
+                 ) -> tuple[jax.Array, list[RouterStats]]:
+    """As many repeats of a segment's pattern as `blocks` hold; statistics of each routed place have a leading dim R."""
+    context, run_block = make_context(cfg, positions_T, rows), rematerialised(block_forward, how.remat)
+
+    def run_pattern(x_BTD: jax.Array, step: tuple) -> tuple[jax.Array, list[RouterStats]]:
         (blocks, prior_PE), stats = step, []
         for layer, block in zip(segment.layers, blocks, strict=True):
             prior_E = prior_PE[len(stats)] if layer.routed and prior_PE is not None else None
-            x_BTD, found = run_block(block, x_BTD, context, cfg, layer.window, prior_E)
+            x_BTD, found = run_block(block, x_BTD, context, cfg, layer.window, how, prior_E)
             stats += [] if found is None else [found]
         return x_BTD, stats
 
-    priors = [None] * len(p.segments) if prior_LE is None else by_segment(prior_LE, cfg)
-    for segment, *steps in zip(segments(cfg), p.segments, priors, strict=True):
-        if segment.repeats == 1:
-            x_BTD, stats = run_pattern(segment, x_BTD, jax.tree.map(lambda w: w[0], tuple(steps)))
-            collected += [jax.tree.map(lambda s: s[None], one) for one in stats]
-        else:
-            x_BTD, stats = jax.lax.scan(functools.partial(run_pattern, segment), x_BTD, tuple(steps))
-            collected += [_in_layer_order(stats)] if stats else []
-    stats_L = jax.tree.map(lambda *parts: jnp.concatenate(parts), *collected) if collected else None
-    return rms_norm(x_BTD, p.norm.astype(dtype), cfg), stats_L
+    steps = blocks, prior_RPE
+    if jax.tree.leaves(blocks)[0].shape[0] > 1:
+        return jax.lax.scan(run_pattern, x_BTD, steps)
+    x_BTD, stats = run_pattern(x_BTD, jax.tree.map(lambda w: w[0], steps))
+    return x_BTD, jax.tree.map(lambda s: s[None], stats)
 
 
 def by_segment(x_LE: jax.Array, cfg: ModelConfig) -> list[jax.Array]:
@@ -316,4 +355,4 @@ def rematerialised(function: Callable[..., Any], remat: RematConfig) -> Callable
             offload_src="device", offload_dst=HOST)
     elif remat.kept:
         policy = policies.save_only_these_names(*remat.kept)
-    return jax.checkpoint(function, policy=policy, static_argnums=(3, 4))
+    return jax.checkpoint(function, policy=policy, static_argnums=(3, 4, 5))

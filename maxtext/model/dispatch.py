@@ -17,15 +17,16 @@ import jax.numpy as jnp
 
 from maxtext.config.architecture import Activation
 from maxtext.model.experts import Experts, run_experts, run_experts_in_chunks
-from maxtext.model.router import TOKEN_AXES, Assignments
+from maxtext.model.router import Assignments, TokenAxes
 from maxtext.parallel.collectives import exchange, vary, varying_axes
 from maxtext.parallel.sharding import RULES
 
-AXIS = RULES["expert"]
+AXIS = RULES["expert"][0]
 SLACK = 1.5  # size of a message over an even share of the sender's tokens
 
 
-def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation: Activation) -> jax.Array:
+def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation: Activation,
+                    axes: TokenAxes) -> jax.Array:
     """Sum over each token's assignments of weight * expert(x), with experts on any device of the expert axis.
 
     A device's own experts, `p`, are those from E * (its index) on. Ids beyond all experts' are none's. A token is sent
@@ -44,7 +45,7 @@ def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation
     rounds = math.ceil(tokens / message)
     bound_PN = (chosen.ids_NK // experts == jnp.arange(devices)[:, None, None]).any(-1)
     counts_P = bound_PN.sum(-1, dtype=jnp.int32)
-    needed = jax.lax.pmax(counts_P.max(), TOKEN_AXES)
+    needed = jax.lax.pmax(counts_P.max(), axes.all)
     # For each device its tokens first, in order; then cut into messages.
     queue_PN = jnp.argsort(~bound_PN, axis=-1, stable=True).astype(jnp.int32)
     queue_PN = jnp.pad(queue_PN, ((0, 0), (0, rounds * message - tokens)))

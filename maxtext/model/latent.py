@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.schema import ModelConfig
-from maxtext.model.attention import KEYS, attend
+from maxtext.config.schema import DEFAULT_EXECUTION, Execution, ModelConfig
+from maxtext.model.attention import attend
 from maxtext.model.layers import Rope, apply_rope, norm_param, rms_norm
+from maxtext.parallel.positions import positions_dim, unshare
 from maxtext.parallel.sharding import Param, gather, spec
 
 
@@ -46,12 +47,13 @@ def latent_params(cfg: ModelConfig) -> LatentAttention:
 
 
 def latent_attention(p: LatentAttention, x_BTD: jax.Array, segments_BT: jax.Array | None, rope: Rope,
-                     window: int | None, cfg: ModelConfig) -> jax.Array:
+                     window: int | None, cfg: ModelConfig, how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """Self-attention of (B, T, D) in its own dtype; `window` tokens are visible, or all earlier ones when None."""
-    q_BTKH = latent_queries(p, x_BTD, rope, cfg)
-    k_BTKH, v_BTKW = expand(p, *compress(p, x_BTD, rope, cfg), cfg)
-    attended_BTK1W = attend(q_BTKH[:, :, :, None], k_BTKH, v_BTKW, segments_BT, None, window, cfg)
-    return latent_out(p, attended_BTK1W[:, :, :, 0])
+    whole_BTD = unshare(x_BTD)
+    q_BTKH = latent_queries(p, whole_BTD, rope, cfg)
+    k_BTKH, v_BTKW = expand(p, *compress(p, whole_BTD, rope, cfg), cfg)
+    attended_BTK1W = attend(q_BTKH[:, :, :, None], k_BTKH, v_BTKW, segments_BT, None, window, cfg, how)
+    return latent_out(p, attended_BTK1W[:, :, :, 0], positions_dim(x_BTD))
 
 
 def latent_queries(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> jax.Array:
@@ -75,7 +77,7 @@ def expand(p: LatentAttention, c_BTC: jax.Array, r_BTR: jax.Array, cfg: ModelCon
     up_BTKJ = jnp.einsum("btc,ckj->btkj", c_BTC, gather(p.kv_up, "embed", "heads", None))
     k_BTKN, v_BTKW = jnp.split(up_BTKJ, [cfg.latent.nope_dim], axis=-1)
     shape = (*k_BTKN.shape[:-1], r_BTR.shape[-1])
-    r_BTKR = jnp.broadcast_to(r_BTR[:, :, None], shape, out_sharding=spec(*KEYS))
+    r_BTKR = jnp.broadcast_to(r_BTR[:, :, None], shape, out_sharding=spec("batch", positions_dim(r_BTR), "heads", None))
     return jnp.concatenate([k_BTKN, r_BTKR], axis=-1), v_BTKW
 
 
@@ -95,8 +97,8 @@ def absorbed_values(p: LatentAttention, read_BTKC: jax.Array, cfg: ModelConfig) 
     return jnp.einsum("btkc,ckw->btkw", read_BTKC, up_CKW)
 
 
-def latent_out(p: LatentAttention, attended_BTKW: jax.Array) -> jax.Array:
-    """What attention adds to the residual stream, (B, T, D)."""
+def latent_out(p: LatentAttention, attended_BTKW: jax.Array, positions: str | None = None) -> jax.Array:
+    """What attention adds to the residual stream, (B, T, D), its T split over the mesh as `positions` says."""
     out_BTD = jnp.einsum("btkw,kwd->btd", attended_BTKW, gather(p.out, "heads", None, "embed"),
-                         out_sharding=spec("batch", None, None))
+                         out_sharding=spec("batch", positions, None))
     return checkpoint_name(out_BTD, "attention_out")

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.architecture import Activation, ModelConfig, RopePairs, RopeScalingConfig
 from maxtext.parallel.collectives import platform
+from maxtext.parallel.positions import positions_dim, unshare
 from maxtext.parallel.sharding import Param, gather, spec
 
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702  # of clamped_swish: gpt-oss, 2025
@@ -191,11 +192,13 @@ def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Arra
 
 
 def mlp(p: Mlp, x_BTD: jax.Array, activation: Activation) -> jax.Array:
-    # Tokens in one dim and two plain matmuls: XLA's CPU compiler runs these a third faster, and others the same.
-    x_ND = jax.lax.reshape(x_BTD, (x_BTD.shape[0] * x_BTD.shape[1], x_BTD.shape[2]), out_sharding=spec("batch", None))
-    weights = gather(p.gate_up, "embed", None, "mlp")
-    gate_NF, up_NF = (checkpoint_name(x_ND @ weights[:, i], "gate_up") for i in range(2))
-    hidden_NF = activate(gate_NF, up_NF, activation)
-    out_ND = jnp.einsum("nf,fd->nd", hidden_NF, gather(p.down, "mlp", "embed"), out_sharding=spec("batch", None))
-    out_BTD = jax.lax.reshape(out_ND, x_BTD.shape, out_sharding=spec("batch", None, None))
+    positions, shape = positions_dim(x_BTD), x_BTD.shape
+    if positions is None:  # tokens in one dim: XLA's CPU compiler runs these matmuls a third faster, others the same
+        x_BTD = jax.lax.reshape(x_BTD, (shape[0] * shape[1], shape[2]), out_sharding=spec("batch", None))
+    rows = ("batch",) if positions is None else ("batch", positions)
+    weights, down = gather(p.gate_up, "embed", None, "mlp"), gather(p.down, "mlp", "embed")
+    x = x_BTD if positions is None else unshare(x_BTD)
+    gate, up = (checkpoint_name(x @ weights[:, i], "gate_up") for i in range(2))
+    out = jnp.einsum("...f,fd->...d", activate(gate, up, activation), down, out_sharding=spec(*rows, None))
+    out_BTD = out if positions else jax.lax.reshape(out, shape, out_sharding=spec("batch", None, None))
     return checkpoint_name(out_BTD, "mlp_out")

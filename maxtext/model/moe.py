@@ -6,6 +6,8 @@ width of an expert.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,9 @@ from maxtext.model.dispatch import run_distributed
 from maxtext.model.experts import Experts
 from maxtext.model.layers import Mlp, mlp, mlp_params
 from maxtext.model.router import (
-    TOKEN_AXES,
     Assignments,
     RouterStats,
+    TokenAxes,
     choose_experts,
     limit_capacity,
     router_logits,
@@ -26,9 +28,8 @@ from maxtext.model.router import (
     router_stats,
 )
 from maxtext.parallel.collectives import vary
-from maxtext.parallel.sharding import RULES, Param, is_param, per_device
-
-HIDDEN, TOKENS = ("batch", None, None), ("batch", None)
+from maxtext.parallel.positions import positions_dim, unshare
+from maxtext.parallel.sharding import Param, is_param, mesh_axes, per_device
 
 
 @flax.struct.dataclass
@@ -72,49 +73,83 @@ def moe(p: Moe, x_BTD: jax.Array, cfg: ModelConfig, real_BT: jax.Array | None = 
     Returns:
       (output, sums of the micro-batch for losses and metrics).
     """
-    routed = p.replace(shared=None)
+    routed, whole_BTD = p.replace(shared=None), unshare(x_BTD)
     dims = jax.tree.map(lambda param: param.dims, moe_params(cfg).replace(shared=None), is_leaf=is_param)
+    split = _Split.of(x_BTD)
 
     def local(p: Moe, x_BTD: jax.Array, real_BT: jax.Array | None, prior_E: jax.Array | None):
-        return _local(p, x_BTD, real_BT, prior_E, cfg)
+        return _local(p, x_BTD, real_BT, prior_E, cfg, split)
 
-    real, prior = None if real_BT is None else TOKENS, None if prior_E is None else (None,)
+    tokens, prior = ("batch", positions_dim(whole_BTD)), None if prior_E is None else (None,)
     stats = RouterStats(counts_E=(None,), load_balance=(), z_loss=(), entropy=(), dropped=(), tokens=())
-    run = per_device(local, (dims, HIDDEN, real, prior), (HIDDEN, stats))
-    out_BTD, stats = run(routed, x_BTD, real_BT, prior_E)
+    run = per_device(local, (dims, (*tokens, None), None if real_BT is None else tokens, prior),
+                     (("batch", positions_dim(x_BTD), None), stats))
+    out_BTD, stats = run(routed, whole_BTD, real_BT, prior_E)
     if p.shared is not None:
         out_BTD += mlp(p.shared, x_BTD, cfg.activation)
     return checkpoint_name(out_BTD, "mlp_out"), stats
 
 
-def _local(p: Moe, x_BTD: jax.Array, real_BT: jax.Array | None, prior_E: jax.Array | None,
-           cfg: ModelConfig) -> tuple[jax.Array, RouterStats]:
+class _Split(NamedTuple):
+    """What the mesh does to a routed layer."""
+
+    tokens: TokenAxes
+    copies: tuple[str, ...]  # axes along which all devices have the same tokens and do the same
+    devices: frozenset[str]  # all axes of these, and that of hidden widths
+    width: tuple[str, ...]  # of the router's width
+    expert_width: tuple[str, ...]
+    hidden: tuple[str, ...]  # of the experts' hidden width
+    scatter: bool  # whether positions are split over `hidden` between layers
+
+    @classmethod
+    def of(cls, x_BTD: jax.Array) -> _Split:
+        positions, whole = mesh_axes("sequence"), positions_dim(unshare(x_BTD)) is None
+        return cls(TokenAxes(mesh_axes("batch"), () if whole else positions), positions if whole else (),
+                   frozenset(mesh_axes("batch", "sequence", "mlp")), mesh_axes("embed"), mesh_axes("expert_embed"),
+                   mesh_axes("mlp"), positions_dim(x_BTD) == "residual")
+
+
+def _local(p: Moe, x_BTD: jax.Array, real_BT: jax.Array | None, prior_E: jax.Array | None, cfg: ModelConfig,
+           split: _Split) -> tuple[jax.Array, RouterStats]:
     """One device's tokens, and its experts."""
     moe, x_ND = cfg.moe, x_BTD.reshape(-1, x_BTD.shape[-1])
     real_N = jnp.ones(x_ND.shape[0], bool) if real_BT is None else real_BT.reshape(-1)
-    real_N = vary(real_N, frozenset(TOKEN_AXES))
-    logits_NE = router_logits(x_ND, _whole(p.router, "embed", 0), p.router_bias)
+    real_N = vary(real_N, frozenset(split.tokens.all))
+    logits_NE = router_logits(x_ND, _whole(p.router, split.width, 0, split), p.router_bias)
     scores_NE = router_scores(logits_NE, moe)
     chosen = choose_experts(scores_NE, p.selection_bias, moe)
     chosen = chosen._replace(ids_NK=jnp.where(real_N[:, None], chosen.ids_NK, moe.experts))
     kept, dropped = chosen, jnp.float32(0)
     if moe.capacity_factor is not None:
-        kept, dropped = limit_capacity(chosen, moe)
-    stats = router_stats(logits_NE, scores_NE, chosen, dropped, real_N, x_BTD.shape[0], prior_E, moe)
-    out_ND = _routed(p, x_ND, kept, cfg)
-    return out_ND.reshape(x_BTD.shape), stats
+        kept, dropped = limit_capacity(chosen, moe, split.tokens)
+    stats = router_stats(logits_NE, scores_NE, chosen, dropped, real_N, x_BTD.shape[0], prior_E, moe, split.tokens)
+    out_BTD = _routed(p, x_ND, kept, cfg, split).reshape(x_BTD.shape)
+    if split.scatter:
+        out_BTD = jax.lax.psum_scatter(out_BTD, split.hidden, scatter_dimension=1, tiled=True)
+    else:
+        out_BTD = jax.lax.psum(out_BTD, split.hidden)
+    return _one_of((out_BTD, stats), split.copies)
 
 
-def _routed(p: Moe, x_ND: jax.Array, chosen: Assignments, cfg: ModelConfig) -> jax.Array:
-    tensor = RULES["mlp"]
-    experts = Experts(_whole(p.gate_up, "expert_embed", 1), _whole(p.down, "expert_embed", 2), p.gate_up_bias,
-                      p.down_bias)
+def _one_of(tree: tuple[jax.Array, RouterStats], copies: tuple[str, ...]) -> tuple[jax.Array, RouterStats]:
+    """The same values, known to be equal along these axes, along which all devices have made them."""
+    if not copies:
+        return tree
+    if jax.lax.axis_size(copies) == 1:  # a sum of one, which has a derivative
+        return jax.lax.psum(tree, copies)
+    return jax.lax.pmax(tree, copies)
+
+
+def _routed(p: Moe, x_ND: jax.Array, chosen: Assignments, cfg: ModelConfig, split: _Split) -> jax.Array:
+    """What this device's experts, and its part of their hidden widths, give to its tokens."""
+    experts = Experts(_whole(p.gate_up, split.expert_width, 1, split), _whole(p.down, split.expert_width, 2, split),
+                      p.gate_up_bias, p.down_bias)
     # Typed as different over the tensor axis at once: gradients are then summed over it once a token.
-    x_ND, chosen = vary((x_ND, chosen), frozenset((*TOKEN_AXES, tensor)))
-    return jax.lax.psum(run_distributed(experts, x_ND, chosen, cfg.activation), tensor)
+    x_ND, chosen = vary((x_ND, chosen), split.devices)
+    return run_distributed(experts, x_ND, chosen, cfg.activation, split.tokens)
 
 
-def _whole(weight: jax.Array, dim: str, axis: int) -> jax.Array:
+def _whole(weight: jax.Array, axes: tuple[str, ...], dim: int, split: _Split) -> jax.Array:
     """All-gathers a weight over its width; the transpose is a reduce-scatter."""
-    axes = RULES[dim]
-    return jax.lax.all_gather(vary(weight, frozenset(TOKEN_AXES)), axes, axis=axis, tiled=True)
+    varied = vary(weight, frozenset(split.tokens.all + split.copies))
+    return jax.lax.all_gather(varied, axes, axis=dim, tiled=True)

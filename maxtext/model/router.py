@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.config.architecture import MoeConfig
-from maxtext.parallel.sharding import RULES
 
-TOKEN_AXES = RULES["batch"]
 TINY = 1e-20  # added to a sum of weights before it divides, as in DeepSeek-V3
 
 
@@ -40,6 +38,17 @@ class Assignments(NamedTuple):
 
     ids_NK: jax.Array  # int32
     weights_NK: jax.Array  # float32
+
+
+class TokenAxes(NamedTuple):
+    """The mesh axes that tokens are split over: sequences, and positions of one."""
+
+    rows: tuple[str, ...]
+    positions: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.rows + self.positions
 
 
 def router_logits(x_ND: jax.Array, router_DE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
@@ -89,31 +98,32 @@ def count(ids_NK: jax.Array, experts: int) -> jax.Array:
     return _is_expert(ids_NK, experts).sum((0, 1), dtype=jnp.int32)
 
 
-def limit_capacity(chosen: Assignments, moe: MoeConfig) -> tuple[Assignments, jax.Array]:
+def limit_capacity(chosen: Assignments, moe: MoeConfig, axes: TokenAxes) -> tuple[Assignments, jax.Array]:
     """Takes from each expert what comes after the first ceil(factor * tokens * top_k / E), in the order of tokens.
 
-    Tokens are those of all devices, in the order of the batch. Returns the rest, and how many were dropped.
+    Tokens are those of all devices, in the order of the batch; positions of one sequence are on one device. Returns the
+    rest, and how many were dropped.
     """
     here_NKE = _is_expert(chosen.ids_NK, moe.experts)
     here_ME = here_NKE.reshape(-1, moe.experts).astype(jnp.int32)
-    counts_PE = jax.lax.all_gather(here_ME.sum(0), TOKEN_AXES)
-    before_E = jnp.where(jnp.arange(counts_PE.shape[0])[:, None] < jax.lax.axis_index(TOKEN_AXES), counts_PE, 0).sum(0)
-    total = jax.lax.psum(here_ME.sum(), TOKEN_AXES)  # real tokens * top_k
+    counts_PE = jax.lax.all_gather(here_ME.sum(0), axes.all)
+    before_E = jnp.where(jnp.arange(counts_PE.shape[0])[:, None] < jax.lax.axis_index(axes.all), counts_PE, 0).sum(0)
+    total = jax.lax.psum(here_ME.sum(), axes.all)  # real tokens * top_k
     capacity = jnp.ceil(moe.capacity_factor * total / moe.experts)
     place_ME = before_E + jnp.cumsum(here_ME, axis=0)
     taken_NK = ((here_ME > 0) & (place_ME <= capacity)).any(-1).reshape(chosen.ids_NK.shape)
-    dropped = jax.lax.psum(here_ME.sum() - taken_NK.sum(), TOKEN_AXES)
+    dropped = jax.lax.psum(here_ME.sum() - taken_NK.sum(), axes.all)
     ids_NK = jnp.where(taken_NK, chosen.ids_NK, moe.experts)
     return Assignments(ids_NK, chosen.weights_NK), dropped.astype(jnp.float32)
 
 
 def router_stats(logits_NE: jax.Array, scores_NE: jax.Array, chosen: Assignments, dropped: jax.Array, real_N: jax.Array,
-                 sequences: int, prior_E: jax.Array | None, moe: MoeConfig) -> RouterStats:
+                 sequences: int, prior_E: jax.Array | None, moe: MoeConfig, axes: TokenAxes) -> RouterStats:
     """Sums over all devices; `load_balance` and `z_loss` carry gradients, to the scores and to the logits.
 
     Args:
       chosen: assignments before any are dropped; tokens that are not real have none.
-      sequences: the tokens are this many equal sequences.
+      sequences: the tokens are of this many sequences, equal parts of each.
       prior_E: assignments of earlier micro-batches of the batch, for load_statistics: batch.
     """
     real_N1 = real_N[:, None]
@@ -123,11 +133,11 @@ def router_stats(logits_NE: jax.Array, scores_NE: jax.Array, chosen: Assignments
     constant_NE = jax.lax.stop_gradient(probs_NE)
     entropy = -jax.scipy.special.xlogy(constant_NE, constant_NE).sum()
     sums = jax.lax.psum((counts_E, probs_NE.sum(0), real_N.sum(dtype=jnp.float32),
-                         jnp.where(real_N, log_z_N**2, 0).sum(), entropy), TOKEN_AXES)
+                         jnp.where(real_N, log_z_N**2, 0).sum(), entropy), axes.all)
     counts_E, probs_E, tokens, z_loss, entropy = sums
     if moe.load_statistics == "sequence":
-        each = _load_balance_of_sequences(probs_NE, chosen.ids_NK, real_N, sequences, moe)
-        load_balance = jax.lax.psum(each, TOKEN_AXES)
+        load_balance = jax.lax.psum(_load_balance_of_sequences(probs_NE, chosen.ids_NK, sequences, moe, axes),
+                                    axes.rows)
     else:
         seen_E = counts_E + prior_E if moe.load_statistics == "batch" and prior_E is not None else counts_E
         load_balance = _load_balance(seen_E, probs_E, moe)
@@ -140,10 +150,11 @@ def _load_balance(counts_E: jax.Array, probs_E: jax.Array, moe: MoeConfig) -> ja
     return moe.experts * (share_E * probs_E).sum()
 
 
-def _load_balance_of_sequences(probs_NE: jax.Array, ids_NK: jax.Array, real_N: jax.Array, sequences: int,
-                               moe: MoeConfig) -> jax.Array:
+def _load_balance_of_sequences(probs_NE: jax.Array, ids_NK: jax.Array, sequences: int, moe: MoeConfig,
+                               axes: TokenAxes) -> jax.Array:
     counts_BE = jax.vmap(lambda ids_TK: count(ids_TK, moe.experts))(ids_NK.reshape(sequences, -1, moe.top_k))
     probs_BE = probs_NE.reshape(sequences, -1, moe.experts).sum(1)
+    counts_BE, probs_BE = jax.lax.psum((counts_BE, probs_BE), axes.positions)
     return _load_balance(counts_BE.astype(jnp.float32), probs_BE, moe)
 
 

@@ -6,23 +6,28 @@ A tensor has *dims* with logical names; a mesh has *axes*. `RULES` is the only p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-RULES: dict[str | None, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp", "expert"),
-    "embed": ("fsdp", "expert"),  # width of weights: sharded at rest, gathered for use
-    "expert": "expert",  # the experts of a routed layer
-    "expert_embed": "fsdp",  # width of the experts' weights: their other axis is taken by the experts
-    "heads": "tensor",  # key/value heads, each with its group of query heads
-    "mlp": "tensor",
-    "vocab": "tensor",
-    "layers": None,
-    None: None,
+RULES: dict[str | None, tuple[str, ...]] = {
+    "batch": ("data", "pipeline", "fsdp", "expert"),
+    "sequence": ("context",),  # positions, inside a layer
+    "residual": ("context", "tensor"),  # positions, between layers
+    "embed": ("pipeline", "fsdp", "expert", "context"),  # width of weights: sharded at rest, gathered for use
+    "expert": ("expert",),  # the experts of a routed layer
+    "expert_embed": ("pipeline", "fsdp", "context"),  # width of experts' weights: the experts take their other axis
+    "heads": ("tensor",),  # key/value heads, each with its group of query heads
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "stage": ("pipeline",),  # layers, and micro-batches before and after, of a pipeline
+    "micro_batch": ("data", "fsdp", "expert"),  # rows of one in a pipeline
+    "layers": (),
+    None: (),
 }
+POSITIONS = ("sequence", "residual")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +55,32 @@ def is_param(node: Any) -> bool:
     return isinstance(node, Param)
 
 
-def spec(*dims: str | None) -> PartitionSpec:
-    """The partition spec of a tensor with these logical dims."""
-    return PartitionSpec(*(RULES[dim] for dim in dims))
+def mesh_axes(*dims: str | None) -> tuple[str, ...]:
+    """Axes of the current mesh that split these dims, without those that a surrounding pipeline runs over."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for dim in dims for axis in RULES[dim] if axis not in manual)
+
+
+def spec(*dims: str | None, sizes: Mapping[str, int] | None = None) -> PartitionSpec:
+    """The partition spec of a tensor with these logical dims.
+
+    Positions are special: only what really splits them is named, as positions that are whole can be cut and joined.
+
+    Args:
+      sizes: of the mesh's axes; by default those of the current mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = dict(mesh.shape) if sizes is None else sizes
+
+    def axes(dim: str | None) -> str | tuple[str, ...] | None:
+        found = tuple(axis for axis in mesh_axes(dim) if dim not in POSITIONS or sizes.get(axis, 1) > 1)
+        return found[0] if len(found) == 1 else found or None
+
+    return PartitionSpec(*(axes(dim) for dim in dims))
 
 
 def sharding(mesh: Mesh, *dims: str | None) -> NamedSharding:
-    return NamedSharding(mesh, spec(*dims))
+    return NamedSharding(mesh, spec(*dims, sizes=mesh.shape))
 
 
 def gather(weight: jax.Array, *dims: str | None) -> jax.Array:
@@ -65,7 +89,7 @@ def gather(weight: jax.Array, *dims: str | None) -> jax.Array:
 
 
 def per_device(function: Callable[..., Any], in_dims: Any, out_dims: Any) -> Callable[..., Any]:
-    """Runs `function` on each device's own piece of its arguments (`jax.shard_map` over every axis).
+    """Runs `function` on each device's own piece of its arguments (`jax.shard_map` over every axis that is left).
 
     Args:
       function: works on local arrays; it may use collectives over mesh axes by name.
@@ -75,7 +99,9 @@ def per_device(function: Callable[..., Any], in_dims: Any, out_dims: Any) -> Cal
     def to_spec(tree: Any) -> Any:
         return jax.tree.map(lambda dims: spec(*dims), tree, is_leaf=_is_dims)
 
-    return jax.shard_map(function, in_specs=to_spec(in_dims), out_specs=to_spec(out_dims))
+    mesh, in_specs, out_specs = jax.sharding.get_abstract_mesh(), to_spec(in_dims), to_spec(out_dims)
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=free)
 
 
 def _is_dims(node: Any) -> bool:

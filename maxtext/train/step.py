@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext.config.schema import Config
 from maxtext.data.batch import Batch
@@ -22,6 +23,7 @@ from maxtext.model.moe import Moe
 from maxtext.model.router import RouterStats, updated_bias
 from maxtext.parallel.collectives import platform
 from maxtext.parallel.compiler import compiler_options
+from maxtext.parallel.pipeline import row_order, stages
 from maxtext.parallel.sharding import spec
 from maxtext.train.optim import global_norm
 from maxtext.train.state import TrainState, optimizer_of
@@ -100,6 +102,9 @@ def _gradient(cfg: Config, params: Decoder, batch: Batch,
     count, moe = cfg.train.gradient_accumulation_steps, cfg.model.moe
     if count == 1:
         return of(batch, None)
+    if stages() > 1:  # the micro-batches pass the pipeline together
+        order_B = row_order(cfg.train.global_batch, count)
+        return of(jax.tree.map(lambda x: _reordered(x, order_B), batch.replace(rejected_B=None)), None)
     Total = tuple[Decoder, Losses, RouterStats | None]
 
     def add(total: Total, micro: Batch) -> tuple[Total, None]:
@@ -119,6 +124,13 @@ def _split(x: jax.Array, count: int) -> jax.Array:
     rows, *rest = x.shape
     split = jax.lax.reshape(x, (rows // count, count, *rest), out_sharding=spec("batch", None, *(None for _ in rest)))
     return split.swapaxes(0, 1)
+
+
+def _reordered(x: jax.Array, order_B: np.ndarray) -> jax.Array:
+    """(B, ...) with its rows in another order. They are ids, a few bytes a token."""
+    rest = (None,) * (x.ndim - 1)
+    whole = jax.sharding.reshard(x, spec(None, *rest))
+    return jax.sharding.reshard(whole[order_B], spec("batch", *rest))
 
 
 def _split_in_order(x: jax.Array, count: int) -> jax.Array:

@@ -313,7 +313,8 @@ def test_independent_rules_are_all_reported_and_nothing_is_changed():
     (MeshConfig(data=-1, fsdp=8), 8, (1, 8, 1, 1)), (MeshConfig(fsdp=2, expert=-1), 8, (1, 2, 4, 1)),
 ])
 def test_a_mesh_is_resolved_over_the_devices(mesh, n_devices, shape):
-    assert tuple(resolve_mesh(mesh, n_devices).values()) == shape
+    sizes = resolve_mesh(mesh, n_devices)
+    assert tuple(sizes[axis] for axis in ("data", "fsdp", "expert", "tensor")) == shape
 
 
 @pytest.mark.parametrize(("mesh", "n_devices", "message"), [
@@ -371,7 +372,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_arithmetic(mes
      "which mesh.data 1 x mesh.fsdp 2 x mesh.expert 2 = 4 does not divide (6 = 4 x 1 + 2); set train.global_batch to 4 "
      "or 8, or other mesh sizes"),
     ({**LATENT, "model__latent__q_rank": 14, "mesh__fsdp": 4}, 4, "mesh.fsdp",
-     "model.latent.q_rank 14 is not divisible by mesh.fsdp 4 x mesh.expert 1 = 4 (14 = 4 x 3 + 2); change those sizes"),
+     "model.latent.q_rank 14 is not divisible by mesh.fsdp 4 = 4 (14 = 4 x 3 + 2); change those sizes"),
     ({"train__global_batch": 6, "mesh__data": 2, "mesh__fsdp": 2}, 4, "train.global_batch",
      "which mesh.data 2 x mesh.fsdp 2 = 4 does not divide"),
 ])

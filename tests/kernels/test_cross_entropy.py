@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.kernels.cross_entropy import Axes, Losses, cross_entropy, token_nll
+from maxtext.parallel.collectives import vary
 from maxtext.parallel.sharding import RULES, per_device, sharding
 from tests.tiny import MESHES, mesh_of
 
@@ -59,14 +60,23 @@ def test_the_gradient_scales_with_the_cotangent():
 
 @pytest.mark.parametrize("shape", MESHES)
 def test_split_over_a_mesh(shape):
-    axes = Axes(tokens=RULES["batch"], width=RULES["embed"], vocab="tensor")
+    axes = Axes(tokens=RULES["batch"] + RULES["sequence"], width=RULES["embed"], vocab="tensor")
     dims = (("batch", None), ("embed", "vocab"), ("batch",), ("batch",))
     mesh = mesh_of(shape)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(a, sharding(mesh, *d)) for a, d in zip(arguments(), dims, strict=True)]
-        fused = per_device(lambda *args: cross_entropy(*args, 1e-2, 4, axes), dims, ((), Losses((), ())))
+
+        def local(x, w, *tokens):
+            x, *tokens = vary((x, *tokens), frozenset(axes.tokens))
+            return cross_entropy(x, w, *tokens, 1e-2, 4, axes)
+
+        fused = per_device(local, dims, ((), Losses((), ())))
         got = jax.jit(jax.value_and_grad(lambda x, w, t, c: fused(x, w, t, c), argnums=(0, 1), has_aux=True))(*placed)
-        nll = jax.jit(per_device(lambda x, w, t: token_nll(x, w, t, 5, axes), dims[:3], dims[2]))(*placed[:3])
+        x, _, targets = placed[:3]
+        head = jax.device_put(arguments()[1], sharding(mesh, None, "vocab"))
+        of_tokens = per_device(lambda x, w, t: token_nll(x, w, t, 5, axes.vocab),
+                               (dims[0], (None, "vocab"), dims[2]), dims[2])
+        nll = jax.jit(of_tokens)(x, head, targets)
     check(got, exact(1e-2))
     x, w, targets, _ = arguments()
     expected = [-float(jax.nn.log_softmax(x[i] @ w)[targets[i]]) for i in range(TOKENS)]

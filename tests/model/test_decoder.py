@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.config.schema import RematConfig
+from maxtext.config.schema import Execution, RematConfig
 from maxtext.model.decoder import Layer, Segment, decoder_forward, decoder_params, init_decoder, leaf_names, segments
 from maxtext.parallel.sharding import is_param
 from tests.tiny import MESHES, mesh_of, random_batch, tiny_config, tiny_model
@@ -69,7 +69,8 @@ def test_no_two_arrays_start_alike():
 
 
 def hidden(cfg, params, tokens, remat=None, dtype=jnp.float32):
-    return jax.jit(lambda p, t: decoder_forward(p, t, cfg.model, dtype, remat or RematConfig("none")))(params, tokens)
+    how = Execution(jnp.dtype(dtype).name, remat or RematConfig("none"))
+    return jax.jit(lambda p, t: decoder_forward(p, t, cfg.model, how))(params, tokens)
 
 
 def test_scanned_layers_equal_layers_one_after_another():
@@ -119,7 +120,8 @@ def test_remat_by_name_keeps_only_what_is_listed():
     def flops(remat):
         with jax.set_mesh(mesh_of((1, 1, 1))):
             params = init_decoder(cfg.model, jax.random.key(0))
-            grad = jax.jit(jax.grad(lambda p: (decoder_forward(p, tokens, cfg.model, jnp.float32, remat) ** 2).sum()))
+            how = Execution(remat=remat)
+            grad = jax.jit(jax.grad(lambda p: (decoder_forward(p, tokens, cfg.model, how) ** 2).sum()))
             return grad.lower(params).compile().cost_analysis()["flops"]
 
     modes = RematConfig("full"), RematConfig("names", ("gate_up",)), RematConfig("none")

@@ -22,7 +22,7 @@ def hidden(cfg, tokens, segments):
     with jax.set_mesh(mesh):
         params = init_decoder(cfg.model, jax.random.key(0))
         tokens, segments = place(tokens, mesh), None if segments is None else place(segments, mesh)
-        return jax.jit(lambda p, t, s: decoder_forward(p, t, cfg.model, jnp.float32, cfg.train.remat, s))(
+        return jax.jit(lambda p, t, s: decoder_forward(p, t, cfg.model, cfg.execution, s))(
             params, tokens, segments)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from maxtext.config.architecture import RopeScalingConfig
 from maxtext.model import layers
-from maxtext.model.decoder import make_context
+from maxtext.model.decoder import make_context, make_rows, row_positions
 from maxtext.model.layers import (
     apply_rope,
     document_positions,
@@ -62,7 +62,11 @@ def test_positions_on_a_mesh():
     cfg, mesh = tiny_config(), mesh_of((2, 2, 2))
     segments = np.sort(random_batch(cfg).tokens_BT, axis=1)
     with jax.set_mesh(mesh):
-        made = jax.jit(lambda s: make_context(cfg.model, s, s).full_rope.cos)(place(segments, mesh))
+
+        def cosines(s):
+            return make_context(cfg.model, row_positions(s.shape[1]), make_rows(s, None)).full_rope.cos
+
+        made = jax.jit(cosines)(place(segments, mesh))
         expected = rope_tables(cfg.model, document_positions(segments), window=False).cos
     np.testing.assert_allclose(made, expected, atol=1e-6)
 

@@ -9,6 +9,7 @@ from maxtext.config.architecture import MoeConfig
 from maxtext.model.router import (
     Assignments,
     RouterStats,
+    TokenAxes,
     choose_experts,
     limit_capacity,
     router_logits,
@@ -16,10 +17,11 @@ from maxtext.model.router import (
     router_stats,
     updated_bias,
 )
-from maxtext.parallel.sharding import per_device, sharding
+from maxtext.parallel.sharding import RULES, per_device, sharding
 from tests.tiny import mesh_of
 
 TOKENS, EXPERTS, SEQUENCES = 48, 8, 8
+AXES = TokenAxes(RULES["batch"], ())
 PER_TOKEN, PER_EXPERT = ("batch", None), (None,)
 
 
@@ -127,7 +129,8 @@ def stats_on(shape, moe, logits, ids, real, prior=None):
     def local(logits, ids, real, prior):
         chosen = Assignments(ids, jnp.zeros(ids.shape))
         sequences = SEQUENCES * logits.shape[0] // TOKENS
-        return router_stats(logits, router_scores(logits, moe), chosen, jnp.float32(0), real, sequences, prior, moe)
+        return router_stats(logits, router_scores(logits, moe), chosen, jnp.float32(0), real, sequences, prior, moe,
+                            AXES)
 
     mesh = mesh_of(shape)
     with jax.set_mesh(mesh):
@@ -219,7 +222,7 @@ def test_capacity_keeps_the_first_tokens_of_the_whole_batch(shape, factor):
     _, ids, real = routed(moe)
 
     def local(ids):
-        kept, dropped = limit_capacity(Assignments(ids, jnp.zeros(ids.shape)), moe)
+        kept, dropped = limit_capacity(Assignments(ids, jnp.zeros(ids.shape)), moe, AXES)
         return kept.ids_NK, dropped
 
     mesh = mesh_of(shape)
