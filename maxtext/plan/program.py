@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from maxtext.config.schema import Config
 from maxtext.data.pipeline import abstract_batch
+from maxtext.parallel.compiler import compiler_options
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.plan.collectives import UNKNOWN, Traffic, is_collective, traffic
@@ -67,7 +68,7 @@ class Program:
     trace_seconds: float
     compile_seconds: float
     versions: dict[str, str]
-    flags: tuple[str, ...]  # given to the compiler through XLA_FLAGS and LIBTPU_INIT_ARGS
+    flags: tuple[str, ...]  # of the compiler: in XLA_FLAGS and LIBTPU_INIT_ARGS, and those that every step is given
     date: str  # of the compilation, year-month-day
 
     def to_json(self) -> dict[str, Any]:
@@ -154,6 +155,7 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
         if name := kernel_name(run):
             names[name] += run.times
             attention += run.times * (kernel_flops(run) or 0) if is_attention(name) else 0
+    options = [f"{name}={value}" for name, value in compiler_options(mesh.devices.flat[0].platform).items()]
     # A fusion's line speaks for all inside it; what starts and finishes apart runs on other units.
     timed = [run for run in walk.runs if not run.fused and not run.asynchronous and not is_collective(run)]
     stats = compiled.memory_analysis()
@@ -170,7 +172,7 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
                           if holds_matmul(walk.module, run.instruction)),
         traffic=rows, torus_dims={row.axes: torus_dims(mesh, row.axes) for row in rows},
         unknown_loops=tuple(walk.unknown_loops), branches=walk.branches, trace_seconds=trace_seconds,
-        compile_seconds=compile_seconds, versions=versions(), flags=tuple(compiler_flags()),
+        compile_seconds=compile_seconds, versions=versions(), flags=(*compiler_flags(), *options),
         date=datetime.date.today().isoformat())
 
 
