@@ -45,7 +45,12 @@ def kernel_flops(run: Run) -> int | None:
     scores = re.search(r'"intermediate_tensor_shape":\s*\{[^[]*"dimensions":\s*\[([^\]]*)\]', one.attributes)
     if not name.startswith("cudnn fmha") or scores is None:
         return None
-    size = math.prod(int(dim) for dim in re.findall(r"\d+", scores[1]))
-    matmuls = 5 if name.endswith("Backward") else 2
-    flops = 2 * matmuls * size * operands[0][0][1][-1]
-    return flops // 2 if re.search(r'"mask_type":\s*"\w*CAUSAL', one.attributes) else flops
+    *rows, queries, keys = (int(dim) for dim in re.findall(r"\d+", scores[1]))
+    window = re.search(r'"sliding_window_length":\s*"?([1-9]\d*)', one.attributes)
+    pairs = queries * keys
+    if window:
+        seen = min(int(window[1]), keys)
+        pairs = seen * queries - seen * (seen - 1) // 2
+    elif re.search(r'"mask_type":\s*"\w*CAUSAL', one.attributes):
+        pairs //= 2
+    return 2 * (5 if name.endswith("Backward") else 2) * math.prod(rows) * pairs * operands[0][0][1][-1]

@@ -110,6 +110,7 @@ def test_attention_is_slower_with_narrow_heads():
     chip = CHIPS["tpu7x"]
     widths = [attention_efficiency(chip, width) for width in (64, 128, 192, 256, 512)]
     assert widths == pytest.approx([0.15, 0.30, 0.40, 0.50, 0.50])
+    assert attention_efficiency(CHIPS["h100"], 64) == pytest.approx(0.75 * attention_efficiency(CHIPS["h100"], 128))
 
 
 def test_nothing_is_claimed_of_unknown_devices():

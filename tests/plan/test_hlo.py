@@ -174,6 +174,12 @@ def test_flops_of_cudnns_attention_follow_from_the_shape_of_its_scores(target: s
     assert kernel_name(run) == target.replace("__", "").replace("$", " ")
 
 
+def test_cudnns_attention_inside_a_window_sees_no_more_than_the_window():
+    text = CUDA.replace('"MASK"', '"CAUSAL", "sliding_window_length": 256')
+    run = next(run for run in Walk(parse(text)).runs if run.instruction.name == "a.5")
+    assert kernel_flops(run) == 4 * 4 * (256 * 1024 - 256 * 255 // 2) * 128
+
+
 def test_flops_of_cublas_follow_from_its_operands():
     run = next(run for run in Walk(parse(CUDA)).runs if run.instruction.name == "g")
     assert kernel_flops(run) == 2 * 1024 * 64 * 512
