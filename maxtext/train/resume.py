@@ -17,8 +17,8 @@ FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.m
 # Where the data lies may change; the data position in the checkpoint knows the data itself by its fingerprint.
 MOVABLE = re.compile(r"data\.(prepared|sources\.[^.]+\.(paths|root|mix))")
 QUIET = ("data.prefetch", "data.workers", "description", "output_dir", "run_name", "mesh.", "checkpoint.", "eval.",
-         "generate.", "log.", "train.steps", "train.max_seconds", "train.remat.", "train.loss_chunk_tokens",
-         "train.gradient_accumulation_steps")
+         "generate.", "log.", "train.steps", "train.max_seconds", "train.remat.", "optim.offload",
+         "train.loss_chunk_tokens", "train.gradient_accumulation_steps")
 
 
 class ResumeError(ValueError):
