@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from maxtext.config.load import load
-from maxtext.config.schema import REMAT_PRESETS, ModelConfig, RematConfig
+from maxtext.config.schema import DEFAULT_EXECUTION, REMAT_PRESETS, ModelConfig, RematConfig
 from maxtext.model.cost import kept_values
 from maxtext.model.decoder import block_forward, make_context, rematerialised
+from maxtext.parallel.sharding import spec
 from tests.generate.families import random_weights
 from tests.tiny import mesh_of, tiny_model
 
@@ -30,14 +31,14 @@ def residuals(model: ModelConfig, remat: RematConfig) -> list[Any]:
     with jax.set_mesh(mesh):
         params = random_weights(model, mesh)
         block = jax.tree.map(lambda w: w[0], params.segments[0][0])
-        tokens = jax.device_put(np.zeros((B, T), np.int32), jax.sharding.NamedSharding(mesh, jax.P("data", None)))
+        x_BTD = jnp.zeros((B, T, model.d_model), out_sharding=spec("batch", "residual", None))
 
         def backward(block: Any, x_BTD: jax.Array) -> Any:
-            context = make_context(model, tokens)
+            context = make_context(model, jnp.arange(T))
             run = rematerialised(block_forward, remat)
-            return jax.vjp(lambda block, x: run(block, x, context, model, None, None)[0], block, x_BTD)[1]
+            layer = lambda block, x: run(block, x, context, model, None, DEFAULT_EXECUTION, None)[0]  # noqa: E731
+            return jax.vjp(layer, block, x_BTD)[1]
 
-        x_BTD = params.embed.at[tokens].get(out_sharding=jax.P(("data", "fsdp", "expert"), None, None))
         found = jax.tree.leaves(jax.eval_shape(backward, block, x_BTD))
     return [x for x in found if x.shape[:2] == (B, T) or x.shape[:1] == (B * T,)]
 
