@@ -65,8 +65,9 @@ def choose_mesh(cfg: Config, n_devices: int, network: Network) -> Choice:
     fitting = [one for one in found if room is None or one.prediction.memory.total <= room]
     if not fitting:
         best = min(found, key=lambda one: (one.prediction.memory.total, one.prediction.step, one.cost))
-        return Choice(best.sizes, (f"{shown(best.sizes)}: needs the least memory of {len(found)} valid meshes, yet "
-                                   f"none fits ({_memory(best, network)})",))
+        why = (f"{shown(best.sizes)}: needs the least memory of {len(found)} valid meshes, of which none fits into "
+               f"{USABLE:.0%} of a device's ({_memory(best, network)})")
+        return Choice(best.sizes, (why,))
     fastest = min(one.prediction.step for one in fitting)
     close = [one for one in fitting if network.chip is None or one.prediction.step <= CLOSE * fastest]
     best = min(close, key=lambda one: (one.cost, one.prediction.step))
