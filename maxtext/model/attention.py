@@ -91,7 +91,7 @@ def attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT
     problem = Problem(q_BTKGH.dtype.name, q_BTKGH.shape[-1], v_BTKH.shape[-1], segments_BT is not None,
                       sinks_KG is not None)
     kind, rows = choose_attention(how.kernels.attention, platform(), problem).kind, ("batch", positions_dim(q_BTKGH))
-    kernel, named = KERNELS[kind], kind == "splash"
+    kernel, named = KERNELS[kind], kind != "cudnn"
     if rows[1] is not None:
         kernel = functools.partial(context_attention, axis=CONTEXT, strategy=how.context_strategy, inner=kernel)
         named = named or how.context_strategy != "ulysses"
