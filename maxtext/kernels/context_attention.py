@@ -65,8 +65,7 @@ def context_attention(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array, 
       strategy: how keys and values reach the queries; the result differs by rounding only.
       inner: attention on whole sequences, `inner(q, k, v, segments, sinks, window=, scale=)`, for ulysses and for an
         axis of one device.
-      kernel: what computes a pair of blocks in all_gather and ring: plain JAX, or JAX's splash kernels for TPUs, which
-        need chunks of a multiple of 128 tokens.
+      kernel: what computes a pair of blocks in all_gather and ring: plain JAX, or JAX's splash kernels for TPUs.
       block: tokens in a block of all_gather and ring; chosen by default.
 
     Returns:
@@ -305,19 +304,22 @@ def _to_blocks(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.A
     layout = plan.layout
     if plan.splash:
         q_BTKGH = (q_BTKGH * plan.scale).astype(q_BTKGH.dtype)
-    segments_NBT = None if segments_BT is None else _blocks(layout, segments_BT)
+    short = plan.splash and layout.chunk % layout.block
+    if short and segments_BT is None:  # these kernels know what fills a block up by its document alone
+        segments_BT = vary(jnp.zeros(k_BTKH.shape[:2], jnp.int32), varying_axes(k_BTKH))
+    segments_NBT = None if segments_BT is None else _blocks(layout, segments_BT, -1 if short else 0)
     k_NBKSH, v_NBKSW = (_blocks(layout, x).transpose(0, 1, 3, 2, 4) for x in (k_BTKH, v_BTKW))
     return (Queries(_blocks(layout, q_BTKGH).transpose(0, 1, 3, 4, 2, 5), segments_NBT),
             Keys(k_NBKSH, v_NBKSW, segments_NBT))
 
 
-def _blocks(layout: Layout, x_BT: jax.Array) -> jax.Array:
-    """(B, T, ...) to (N, B, block, ...): each chunk is filled up with zeros to whole blocks."""
+def _blocks(layout: Layout, x_BT: jax.Array, fill: int = 0) -> jax.Array:
+    """(B, T, ...) to (N, B, block, ...): each chunk is filled up to whole blocks."""
     batch, _, *rest = x_BT.shape
     x = x_BT.reshape(batch, 2, layout.chunk, *rest)
     short = layout.blocks * layout.block - layout.chunk
     if short:
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, short), *[(0, 0)] * len(rest)])
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, short), *[(0, 0)] * len(rest)], constant_values=fill)
     x = x.reshape(batch, 2 * layout.blocks, layout.block, *rest)
     return jnp.moveaxis(x, 1, 0)
 

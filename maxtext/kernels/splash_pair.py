@@ -21,17 +21,10 @@ SMALLEST = 512  # tokens of a block that a window cuts a chunk into: smaller ker
 
 
 def splash_block(chunk: int, window: int | None) -> int:
-    """Tokens of a block: a whole chunk, or of a chunk longer than the window a part that holds the window.
-
-    Raises:
-      ValueError: when a chunk is no whole number of the 128 lanes.
-    """
-    if chunk % LANES:
-        raise ValueError(f"splash kernels need chunks of a multiple of {LANES} tokens, and one has {chunk}; make the "
-                         f"sequence length a multiple of 2 * the context axis * {LANES}, or write "
-                         "kernels.attention=blocked")
-    block = chunk
-    while window is not None and block % (2 * LANES) == 0 and block // 2 >= max(window - 1, SMALLEST):
+    """Tokens of a block: a whole chunk, filled up to a multiple of 128, or a part that holds the window."""
+    block = -(-chunk // LANES) * LANES
+    while window is not None and chunk % block == 0 and block % (2 * LANES) == 0 and (
+            block // 2 >= max(window - 1, SMALLEST)):
         block //= 2
     return block
 

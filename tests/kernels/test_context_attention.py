@@ -112,13 +112,13 @@ def test_equals_one_device(strategy, context, window, documents, sinks, kinds):
     assert found == kinds
 
 
-@pytest.mark.parametrize(("strategy", "window", "documents", "sinks"), [
-    pytest.param("ring", None, True, True, marks=pytest.mark.one_pass),
-    pytest.param("all_gather", 100, True, False, marks=pytest.mark.one_pass),
+@pytest.mark.parametrize(("strategy", "window", "length", "documents", "sinks"), [
+    pytest.param("ring", None, 400, False, True, marks=pytest.mark.one_pass),
+    pytest.param("all_gather", 100, 512, True, False, marks=pytest.mark.one_pass),
 ])
-def test_the_kernels_of_tpus_equal_one_device(strategy, window, documents, sinks):
-    """Interpreted, in chunks of 128 tokens: without a window other chunks are seen whole, with it in part."""
-    args = arguments(512, documents, sinks)
+def test_the_kernels_of_tpus_equal_one_device(strategy, window, length, documents, sinks):
+    """Interpreted, in chunks of 128 and 100 tokens: without a window other chunks are seen whole, with it in part."""
+    args = arguments(length, documents, sinks)
     got, _ = on_devices(2, strategy, window, *args, kernel="splash_interpreted", block=None)
     for array, exact in zip(got, expected(*args, window), strict=True):
         np.testing.assert_allclose(array, exact, atol=3e-5, rtol=3e-5)
@@ -126,9 +126,8 @@ def test_the_kernels_of_tpus_equal_one_device(strategy, window, documents, sinks
 
 def test_blocks_of_the_kernels_of_tpus():
     assert [splash_block(*sizes) for sizes in [(8192, None), (8192, 4096), (8192, 4097), (8192, 4098), (8192, 128),
-                                               (640, 128), (128, 1)]] == [8192, 4096, 4096, 8192, 512, 640, 128]
-    with pytest.raises(ValueError, match="multiple of 128 tokens, and one has 192; make the sequence length"):
-        splash_block(192, None)
+                                               (640, 128), (128, 1), (100, 1), (8000, 16)]] == [
+        8192, 4096, 4096, 8192, 512, 640, 128, 128, 8064]
 
 
 def test_ulysses_copies_heads_that_are_fewer_than_devices():
