@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from maxtext.kernels import block_pairs
 from maxtext.kernels.attention import causal_attention
-from maxtext.kernels.block_pairs import KEY, OFFSET, QUERY, VALID
+from maxtext.kernels.block_pairs import KEY, MASKED, OFFSET, QUERY, VALID, Keys, Plain, Queries, Saved, State
 from maxtext.kernels.context_attention import context_attention
 from maxtext.kernels.context_layout import Layout, fetched_pairs, gathered_pairs, messages, own_pairs, ring_pairs
-from maxtext.kernels.splash_pair import splash_block
+from maxtext.kernels.splash import Blocks
+from maxtext.kernels.splash_pair import SplashPair, splash_block
 from maxtext.kernels.ulysses import ulysses_copies
 from maxtext.parallel.sequence import natural_order, zigzag_order
 
@@ -112,16 +114,42 @@ def test_equals_one_device(strategy, context, window, documents, sinks, kinds):
     assert found == kinds
 
 
-@pytest.mark.parametrize(("strategy", "window", "length", "documents", "sinks"), [
-    pytest.param("ring", None, 400, False, True, marks=pytest.mark.one_pass),
-    pytest.param("all_gather", 100, 512, True, False, marks=pytest.mark.one_pass),
-])
-def test_the_kernels_of_tpus_equal_one_device(strategy, window, length, documents, sinks):
-    """Interpreted, in chunks of 128 and 100 tokens: without a window other chunks are seen whole, with it in part."""
-    args = arguments(length, documents, sinks)
-    got, _ = on_devices(2, strategy, window, *args, kernel="splash_interpreted", block=None)
-    for array, exact in zip(got, expected(*args, window), strict=True):
+@pytest.mark.one_pass
+def test_the_kernels_of_tpus_equal_one_device():
+    """Interpreted, in chunks of 100 tokens, which are filled up to 128."""
+    args = arguments(400, False, True)
+    got, _ = on_devices(2, "ring", None, *args, kernel="splash_interpreted", block=None)
+    for array, exact in zip(got, expected(*args, None), strict=True):
         np.testing.assert_allclose(array, exact, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.one_pass
+def test_a_window_and_documents_in_the_kernels_of_tpus():
+    """A pair of which the later half of the queries sees nothing, so that the kernel does not run for them at all."""
+    rng = np.random.default_rng(0)
+    q, k, v, dy = (rng.standard_normal((1, *shape), dtype=np.float32) for shape in [
+        (2, 2, 256, 8), (2, 256, 8), (2, 256, 6), (2, 2, 256, 6)])
+    q_documents, k_documents = np.ones((1, 256), np.int32), (np.arange(256) > 190)[None].astype(np.int32)
+    query, key, pair = Queries(q * 0.2, q_documents), Keys(k, v, k_documents), np.array([0, 0, 256, 256], np.int32)
+    log_sum, product = (rng.random((1, 2, 2, 256), dtype=np.float32) for _ in range(2))
+    log_sum += 3  # as it is when the queries see other keys too
+
+    def run(kernel):
+        return kernel.read(query, key, pair), kernel.gradients(query, Saved(dy, log_sum, product), key, pair)
+
+    splash = SplashPair(256, 100, 256, interpret=True, blocks=Blocks(128, 128, 128, 256))
+    (exact, exact_grads), (state, grads) = (jax.jit(functools.partial(run, kernel))() for kernel in (
+        Plain(100, 1.0), splash))
+    seen = np.asarray(exact.peak_NBKGT) > MASKED
+    assert seen.any()
+    assert not seen[..., 99:].any()
+    np.testing.assert_array_equal(state.sum_NBKGT, seen)
+    np.testing.assert_allclose(state.peak_NBKGT[seen], (exact.peak_NBKGT + np.log(exact.sum_NBKGT))[seen], rtol=1e-5)
+    np.testing.assert_allclose(state.read_NBKGTW[seen], (exact.read_NBKGTW / exact.sum_NBKGT[..., None])[seen],
+                               atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(state.read_NBKGTW)[~seen], 0)
+    for array, wanted in zip(grads, exact_grads, strict=True):
+        np.testing.assert_allclose(array, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_blocks_of_the_kernels_of_tpus():
@@ -170,6 +198,24 @@ def test_ring_needs_less_memory_than_gathering():
             memory[strategy] = compiled.memory_analysis().temp_size_in_bytes
     assert memory["ring"] < 0.6 * memory["all_gather"]
     assert memory["all_gather"] < 4 * 4096 * 4096 // 8  # bytes of scores of this device's queries and all keys
+
+
+def test_pairs_of_other_documents_are_not_computed():
+    """Values that are no numbers would show: nothing times 0 is not 0."""
+    q, k, v = (np.ones((2, 1, 1, *shape), np.float32) for shape in [(1, 4, 8), (4, 8), (4, 6)])
+    v[0] = np.nan
+    documents = np.array([[[0, 0, 1, 1]], [[2, 2, 2, 3]]], np.int32)
+    pairs = np.array([[1, 0, 4, 4], [1, 1, 0, 4], [0, 1, 0, 0]], np.int32)  # other documents; its own; an empty one
+    queries, keys = Queries(q, documents), Keys(k, v, documents)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def read(skip):
+        return block_pairs.accumulate(block_pairs.start(queries, 6), queries, keys, pairs, Plain(None, 1.0), skip)
+
+    state = read(True)
+    np.testing.assert_allclose(block_pairs.finish(State(*(x[1:] for x in state)), None)[0], 1, rtol=1e-6)
+    np.testing.assert_array_equal(state.sum_NBKGT[0], 0)
+    assert np.isnan(read(False).read_NBKGTW[1]).any()
 
 
 # Layout, without a compile
