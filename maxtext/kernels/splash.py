@@ -145,24 +145,25 @@ def _kernel(plan: _Plan, heads: int) -> tuple[ModuleType, dict[str, Any], tuple[
 
     shape, window = (plan.size, plan.size), plan.window
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    return kernel_of(mask, heads, plan.size, plan.blocks, plan.interpret, fused=False)
+    return kernel_of(mask, heads, plan.size, plan.blocks, plan.interpret)
 
 
-def kernel_of(mask: Any, heads: int, size: int, blocks: Blocks, interpret: bool,
-              fused: bool = True) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any, Any]]:
+def kernel_of(mask: Any, heads: int, size: int, blocks: Blocks,
+              interpret: bool) -> tuple[ModuleType, dict[str, Any], tuple[Any, Any, Any]]:
     """What `_kernel` gives, for any mask of (size, size).
 
-    The fused backward kernel writes a part of dq for each block of keys: its memory grows with the square of the
-    length, and XLA gives the sum of those parts more cycles than the two matmuls that a second kernel makes again.
+    JAX's fused backward kernel, not used here, writes a part of dq for each block of keys: its memory grows with the
+    square of the length, and XLA gives the sum of those parts more cycles than the two matmuls that a second kernel
+    makes again.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     queries, keys, queries_backward, keys_backward = (_divisor(size, most) for most in blocks)
-    alone = {} if fused else {"block_q_dq": queries_backward, "block_kv_dq": keys_backward}
     sizes = kernels.BlockSizes(
         block_q=queries, block_kv=keys, block_kv_compute=keys, block_q_dkv=queries_backward,
-        block_kv_dkv=keys_backward, block_kv_dkv_compute=keys_backward, use_fused_bwd_kernel=fused, **alone)
+        block_kv_dkv=keys_backward, block_kv_dkv_compute=keys_backward, block_q_dq=queries_backward,
+        block_kv_dq=keys_backward, use_fused_bwd_kernel=False)
     made = kernels.make_splash_mha(masks.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1,
                                    q_seq_shards=1, interpret=interpret)
     call = {name: value for name, value in made.kwargs.items() if name != "save_residuals"}

@@ -70,19 +70,23 @@ class SplashPair:
         q_BKGTH, v_BKSW = query.q_NBKGTH, key.v_NBKSW
         kernels, call, masks = self._kernel(q_BKGTH)
         sizes = call["block_sizes"]
-        settings = {"bq": sizes.block_q_dkv, "bkv": sizes.block_kv_dkv, "bkv_compute": sizes.block_kv_dkv_compute,
-                    "mask_info": masks[1], "use_fused_bwd_kernel": True, "q_layout": sizes.q_layout,
-                    "k_layout": sizes.k_layout, "v_layout": sizes.v_layout}
+        settings = {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
         settings |= {name: call[name] for name in ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function",
                                                    "interpret")}
 
         def row(q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, documents: Any, *saved_N: jax.Array) -> tuple:
             dy_NTW, log_sum_NT, product_NT = saved_N
-            return kernels._splash_attention_bwd_dkv(
-                q_NTH, k_KSH, v_KSW, _segments(kernels, documents), None, log_sum_NT, dy_NTW, product_NT, **settings)
+            arrays = (q_NTH, k_KSH, v_KSW, _segments(kernels, documents), None, log_sum_NT, dy_NTW, product_NT)
+            _, dk_KSH, dv_KSW = kernels._splash_attention_bwd_dkv(
+                *arrays, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv, bkv_compute=sizes.block_kv_dkv_compute,
+                mask_info=masks[1], use_fused_bwd_kernel=False, **settings)
+            dq_NTH = kernels._splash_attention_bwd_dq(*arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq,
+                                                      mask_info=masks[2], **settings)
+            return dq_NTH, dk_KSH, dv_KSW
 
         def rows(*arrays: Any) -> tuple:
-            with flops_scope(self._pairs(q_BKGTH) * 2 * (3 * q_BKGTH.shape[-1] + 2 * v_BKSW.shape[-1])):
+            # Of each of the two kernels; both make the scores and their gradients again, of seven matmuls in all.
+            with flops_scope(self._pairs(q_BKGTH) * (4 * q_BKGTH.shape[-1] + 3 * v_BKSW.shape[-1])):
                 return jax.vmap(row)(*arrays)
 
         grads = untyped(rows)(_heads(q_BKGTH), key.k_NBKSH, v_BKSW, _documents(query, key), *map(_heads, saved))
