@@ -37,14 +37,9 @@ class Problem(NamedTuple):
 
 def problem_of(cfg: Config) -> Problem:
     """The attention of a run's training step."""
-    model, latent = cfg.model, cfg.model.latent
-    split = latent.kv_rank is not None
-    return Problem(
-        cfg.train.compute_dtype,
-        latent.nope_dim + latent.rope_dim if split else model.head_width,
-        latent.value_dim if split else model.head_width,
-        cfg.data.document_masking or cfg.data.packing == "best_fit",
-        model.attention_sinks)
+    return Problem(cfg.train.compute_dtype, cfg.model.head_width, cfg.model.value_width,
+                   documents=cfg.data.document_masking or cfg.data.packing == "best_fit",
+                   sinks=cfg.model.attention_sinks)
 
 
 def choose_attention(wanted: str, platform: str, problem: Problem) -> Choice:

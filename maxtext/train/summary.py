@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxtext.config.schema import Config, ModelConfig
+from maxtext.kernels.choice import choose_attention, choose_grouped_matmul, problem_of
 from maxtext.model.cost import count_non_embedding, count_params, flops_per_token, memory_per_device, state_bytes
 from maxtext.model.decoder import Layer, decoder_params, segments
 from maxtext.model.matrices import matrices_of
@@ -110,7 +111,16 @@ def start_summary(cfg: Config, mesh: Mesh, description: Mapping[str, Any], sets:
     kind = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" + (f" in {processes} processes" * (processes > 1))
     tasks = [("tasks", ", ".join(cfg.eval.tasks))] if cfg.eval.tasks else []
     data = data_rows(description, sets) + tasks
-    return model_rows(cfg) + data + run_rows(cfg) + device_rows(cfg, dict(mesh.shape), kind, why_mesh)
+    kernels = [("kernels", kernels_in_use(cfg, mesh.devices.flat[0].platform))]
+    return model_rows(cfg) + data + run_rows(cfg) + kernels + device_rows(cfg, dict(mesh.shape), kind, why_mesh)
+
+
+def kernels_in_use(cfg: Config, platform: str) -> str:
+    """What computes attention, and experts if there are any, on a platform; and why."""
+    parts = [f"attention {choose_attention('auto', platform, problem_of(cfg))}"]
+    if any(cfg.model.routed_layers):
+        parts.append(f"experts {choose_grouped_matmul('auto', platform)}")
+    return ", ".join(parts)
 
 
 def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str, why_mesh: Sequence[str] = ()) -> Rows:

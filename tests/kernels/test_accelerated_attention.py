@@ -5,18 +5,21 @@ Splash runs interpreted, cuDNN's arguments go to JAX's own plain form: nothing h
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
+from maxtext.config.architecture import MoeConfig
 from maxtext.kernels import cudnn, splash
 from maxtext.kernels.attention import causal_attention
 from maxtext.kernels.choice import KernelError, Problem, choose_attention, choose_grouped_matmul
 from maxtext.kernels.splash import Blocks, padded_length
 from maxtext.parallel.sharding import per_device, sharding
-from tests.tiny import mesh_of
+from maxtext.train.summary import kernels_in_use
+from tests.tiny import mesh_of, tiny_config
 
 BLOCKS = Blocks(128, 256, 256, 128)
 PLAIN = Problem("bfloat16", 128, 128, documents=False, sinks=False)
@@ -130,3 +133,13 @@ def test_grouped_matmul_is_chosen_by_platform():
     assert choose_grouped_matmul("ragged_dot", "cpu").kind == "ragged_dot"
     with pytest.raises(KernelError, match="megablox: it runs on TPUs, and this is cpu"):
         choose_grouped_matmul("megablox", "cpu")
+
+
+def test_the_start_table_names_the_kernels():
+    cfg = tiny_config(compute_dtype="bfloat16")
+    assert kernels_in_use(cfg, "tpu") == "attention splash (the Pallas kernel of TPUs)"
+    assert kernels_in_use(cfg, "gpu") == "attention cudnn (the fused kernel of NVIDIA GPUs)"
+    packed = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, document_masking=True),
+                                 model=dataclasses.replace(cfg.model, moe=MoeConfig(experts=4, d_expert=8)))
+    assert kernels_in_use(packed, "gpu").startswith("attention blocked (no cudnn: it has no mask of documents")
+    assert kernels_in_use(packed, "cpu").endswith(", experts blocked (plain JAX)")
