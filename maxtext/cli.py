@@ -131,6 +131,7 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
     from maxtext.checkpoint.manager import CheckpointError
     from maxtext.data import DataError
     from maxtext.eval.catalogue import TaskError
+    from maxtext.kernels.choice import KernelError
     from maxtext.parallel.mesh import MeshError
     from maxtext.train.lock import RunInUseError
     from maxtext.train.loop import TrainingError, train
@@ -138,7 +139,7 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
 
     try:
         outcome = train(cfg, origins)
-    except (DataError, TaskError, MeshError, CheckpointError, ResumeError, RunInUseError) as error:
+    except (DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError) as error:
         return _mistake(error)
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)

@@ -41,7 +41,7 @@ from maxtext.train.samples import Samples
 from maxtext.train.state import TrainState, abstract_state, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
 from maxtext.train.stop import Stopper, Votes
-from maxtext.train.summary import start_summary
+from maxtext.train.summary import kernels_in_use, start_summary
 from maxtext.train.warm_start import warm_start
 
 Record = dict[str, float]
@@ -101,6 +101,7 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     devices = jax.devices() if devices is None else devices
     cfg, why_mesh = settled(cfg, len(devices), network_of(devices))
     mesh = make_mesh(cfg, devices)
+    kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
     with Stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
         run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, console, clock, why_mesh)
         try:

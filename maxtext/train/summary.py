@@ -117,9 +117,9 @@ def start_summary(cfg: Config, mesh: Mesh, description: Mapping[str, Any], sets:
 
 def kernels_in_use(cfg: Config, platform: str) -> str:
     """What computes attention, and experts if there are any, on a platform; and why."""
-    parts = [f"attention {choose_attention('auto', platform, problem_of(cfg))}"]
+    parts = [f"attention {choose_attention(cfg.kernels.attention, platform, problem_of(cfg))}"]
     if any(cfg.model.routed_layers):
-        parts.append(f"experts {choose_grouped_matmul('auto', platform)}")
+        parts.append(f"experts {choose_grouped_matmul(cfg.kernels.grouped_matmul, platform)}")
     return ", ".join(parts)
 
 

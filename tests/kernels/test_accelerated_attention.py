@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from maxtext.config.architecture import MoeConfig
+from maxtext.config.schema import KernelConfig
 from maxtext.kernels import cudnn, splash
 from maxtext.kernels.attention import causal_attention
 from maxtext.kernels.choice import KernelError, Problem, choose_attention, choose_grouped_matmul
@@ -143,3 +144,5 @@ def test_the_start_table_names_the_kernels():
                                  model=dataclasses.replace(cfg.model, moe=MoeConfig(experts=4, d_expert=8)))
     assert kernels_in_use(packed, "gpu").startswith("attention blocked (no cudnn: it has no mask of documents")
     assert kernels_in_use(packed, "cpu").endswith(", experts blocked (plain JAX)")
+    with pytest.raises(KernelError, match="splash: it runs on TPUs, and this is cpu"):
+        kernels_in_use(dataclasses.replace(cfg, kernels=KernelConfig(attention="splash")), "cpu")
