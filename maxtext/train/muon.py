@@ -161,7 +161,7 @@ def _to_whole(x_NML: jax.Array, split: _Split, sizes: dict[str, int]) -> jax.Arr
         x_NML = shares[jax.lax.axis_index(split.idle)]
     for dim, axes in ((1, split.short), (2, split.long)):
         if axes:
-            x_NML = jax.lax.all_to_all(x_NML, axes, split_axis=0, concat_axis=dim, tiled=True)
+            x_NML = _exchange(x_NML, axes, split_axis=0, concat_axis=dim)
     return x_NML
 
 
@@ -169,7 +169,17 @@ def _to_parts(x_NML: jax.Array, count: int, split: _Split, sizes: dict[str, int]
     """`_to_whole`, undone."""
     for dim, axes in ((2, split.long), (1, split.short)):
         if axes:
-            x_NML = jax.lax.all_to_all(x_NML, axes, split_axis=dim, concat_axis=0, tiled=True)
+            x_NML = _exchange(x_NML, axes, split_axis=dim, concat_axis=0)
     if split.idle:
         x_NML = jax.lax.all_gather(x_NML, split.idle, tiled=True)
     return x_NML[:count]
+
+
+def _exchange(x_NML: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int) -> jax.Array:
+    """All-to-all over some mesh axes.
+
+    The barrier keeps the compiler from giving it the arrays that were put together before: XLA for CPU (jax 0.10.2 and
+    0.12) makes one operand of each, with layouts of their own, and then refuses them.
+    """
+    whole = jax.lax.optimization_barrier(x_NML)
+    return jax.lax.all_to_all(whole, axes, split_axis=split_axis, concat_axis=concat_axis, tiled=True)

@@ -171,10 +171,11 @@ def test_a_plain_matrix_equals_optax():
     np.testing.assert_allclose(got / (0.2 * 40 ** 0.5), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(("family", "shape", "expert"), [
-    ("deepseek_v3", (2, 1, 2), 2), pytest.param("olmo3", (2, 2, 2), 1, marks=pytest.mark.one_pass)])
-def test_a_mesh_gives_the_updates_of_one_device(family: str, shape: tuple[int, int, int], expert: int):
-    params, state = updated(config(family), mesh_of(shape, expert))
+@pytest.mark.parametrize(("family", "shape", "others"), [
+    ("deepseek_v3", (2, 1, 2), {"expert": 2}),
+    pytest.param("olmo3", (1, 2, 1), {"context": 2, "pipeline": 2}, marks=pytest.mark.one_pass)])
+def test_a_mesh_gives_the_updates_of_one_device(family: str, shape: tuple[int, int, int], others: dict[str, int]):
+    params, state = updated(config(family), mesh_of(shape, **others))
     one, one_state = on_one_device(family)
     for got, want in zip(jax.tree.leaves((params, state.mu, state.nu)),
                          jax.tree.leaves((one, one_state.mu, one_state.nu)), strict=True):
