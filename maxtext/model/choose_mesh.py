@@ -23,7 +23,6 @@ from maxtext.parallel.network import Network
 
 LARGEST_TENSOR = 8
 LONG_SEQUENCE = 16_384  # from here on sequences may be split although there are enough of them
-USABLE = 0.9  # share of a device's memory that an estimate from shapes may fill
 CLOSE = 1.02  # predicted steps this near to the fastest count as equally fast
 ORDER = ("tensor", "context", "expert", "data")  # axes to avoid first, all else being equal
 
@@ -61,12 +60,12 @@ def choose_mesh(cfg: Config, n_devices: int, network: Network) -> Choice:
         alone = "; ".join(text for _, text in mesh_problems(with_mesh(cfg, {"fsdp": n_devices}), n_devices))
         raise MeshError(f"mesh: auto finds no mesh that divides model and batch over {n_devices} devices; with fsdp "
                         f"alone, {alone}")
-    room = None if network.chip is None else int(USABLE * network.chip.memory_bytes)
-    fitting = [one for one in found if room is None or one.prediction.memory.total <= room]
+    chip = network.chip
+    fitting = [one for one in found if chip is None or one.prediction.memory_on(chip) <= chip.memory_bytes]
     if not fitting:
         best = min(found, key=lambda one: (one.prediction.memory.total, one.prediction.step, one.cost))
-        why = (f"{shown(best.sizes)}: needs the least memory of {len(found)} valid meshes, of which none fits into "
-               f"{USABLE:.0%} of a device's ({_memory(best, network)})")
+        why = (f"{shown(best.sizes)}: needs the least memory of {len(found)} valid meshes, of which none fits "
+               f"({_memory(best, network)})")
         return Choice(best.sizes, (why,))
     fastest = min(one.prediction.step for one in fitting)
     close = [one for one in fitting if network.chip is None or one.prediction.step <= CLOSE * fastest]
@@ -121,7 +120,7 @@ def shown(sizes: dict[str, int]) -> str:
 
 
 def _memory(one: Candidate, network: Network) -> str:
-    needed = one.prediction.memory.total
+    needed = one.prediction.memory_on(network.chip)
     size = f"{needed / GIB:.2f} GiB" if needed > GIB // 10 else f"{needed / (1 << 20):.2f} MiB"
     room = "" if network.chip is None else f" of {network.chip.memory_bytes / GIB:.0f} GiB"
     return f"about {size}{room} a device"

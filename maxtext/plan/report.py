@@ -100,11 +100,13 @@ def prediction_rows(cfg: Config, target: Target, mesh: Mapping[str, int], made: 
     """What shapes say, as labelled lines."""
     memory = made.memory
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in dataclasses.asdict(memory).items())
-    fits = "should fit" if memory.total <= target.memory_bytes else "should not fit"
+    likely = made.memory_on(target.chip)
+    fits = "should fit" if likely <= target.memory_bytes else "should not fit"
     rows = [("target", f"{target.name}: {target.n_devices} devices; mesh {_axes(mesh)}"), *_size_rows(cfg),
             ("memory", f"about {size_text(memory.total)} a device: {parts}; it has {size_text(target.memory_bytes)} "
                        f"({target.memory_source})"),
-            ("verdict", f"{fits}: {memory.total / target.memory_bytes:.1%} of a device's memory")]
+            ("verdict", f"{fits}: {memory.total / target.memory_bytes:.1%} of a device's memory by shapes, and about "
+                        f"{likely / target.memory_bytes:.1%} as compilers lay steps out")]
     if target.chip is None or made.mfu is None:
         return [*rows, ("step", "n/a"), ("MFU", "n/a")]
     bubbles = f", {made.bubble:.0%} of a pipeline's time empty" if made.bubble else ""
@@ -122,8 +124,9 @@ def prediction_json(cfg: Config, target: Target, mesh: Mapping[str, int], made: 
     """What shapes say, under the names of `to_json` where they are the same."""
     known = target.chip is not None
     return head_json(cfg, target) | {
-        "program": None, "mesh": dict(mesh), "fits": made.memory.total <= target.memory_bytes,
-        "memory": {"needed": made.memory.total, "capacity": target.memory_bytes, "source": target.memory_source,
+        "program": None, "mesh": dict(mesh), "fits": made.memory_on(target.chip) <= target.memory_bytes,
+        "memory": {"needed": made.memory_on(target.chip), "shapes": made.memory.total,
+                   "capacity": target.memory_bytes, "source": target.memory_source,
                    "parts": dataclasses.asdict(made.memory)},
         "estimate": {"step_seconds": made.step if known else None, "mfu": made.mfu, "from": "shapes",
                      "matmul_seconds": made.matmul, "attention_seconds": made.attention,

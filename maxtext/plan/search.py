@@ -69,7 +69,7 @@ def search(cfg: Config, target: Target, limit: int, compile_one: Compile, heads:
     trials = sorted(candidates(cfg, target, heads), key=lambda one: (bool(one.overrides), one.predicted.step))
     done, left = [], []
     for one in trials:
-        if len(done) < limit and (not one.overrides or one.predicted.memory.total <= room):
+        if len(done) < limit and (not one.overrides or one.predicted.memory_on(target.chip) <= room):
             done.append(_compiled(one, target, compile_one))
         else:
             left.append(one)
@@ -147,7 +147,7 @@ def reason(trial: Trial, best: Trial | None, target: Target) -> str:
     if trial.failure is not None:
         return f"the compiler failed: {trial.failure.splitlines()[0][:100]}"
     if trial.verdict is None:
-        if trial.predicted.memory.total > HOPE * target.memory_bytes:
+        if trial.predicted.memory_on(target.chip) > HOPE * target.memory_bytes:
             return "not compiled: too large by shapes"
         return "not compiled: --limit"
     if not trial.verdict.fits:

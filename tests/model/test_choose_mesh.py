@@ -78,7 +78,7 @@ def test_heads_are_not_split_between_nodes():
 def test_what_does_not_fit_says_so_and_takes_the_least_memory():
     cfg = dataclasses.replace(large("llama3_70b", 8192, 8, "train.remat.mode=none"), mesh=MeshConfig(auto=True))
     why = settled(cfg, 8, Network(CHIPS["h100"], 8))[1]
-    assert "of which none fits into 90% of a device's" in why[0]
+    assert "of which none fits (about " in why[0]
 
 
 def test_unknown_devices_share_weights():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from maxtext.config.load import find_config, load
 from maxtext.config.schema import Config, RematConfig
 from maxtext.model.cost import count_params, flops_per_token
 from maxtext.model.prediction import Exchange, attention_efficiency, exchanges, predict
@@ -111,6 +112,14 @@ def test_attention_is_slower_with_narrow_heads():
     widths = [attention_efficiency(chip, width) for width in (64, 128, 192, 256, 512)]
     assert widths == pytest.approx([0.15, 0.30, 0.40, 0.50, 0.50])
     assert attention_efficiency(CHIPS["h100"], 64) == pytest.approx(0.75 * attention_efficiency(CHIPS["h100"], 128))
+
+
+def test_compiled_steps_take_more_memory_than_shapes_say():
+    """By at least what the recorded plans took: OLMo 3 7B on 64 H100, 53.54 GiB."""
+    cfg = load(find_config("olmo3_7b"))
+    made = predict(cfg, {"fsdp": 64}, Network(CHIPS["h100"], 8))
+    assert made.memory_on(CHIPS["h100"]) == pytest.approx(53.54 * 2**30, rel=0.02)
+    assert made.memory_on(None) == made.memory.total
 
 
 def test_nothing_is_claimed_of_unknown_devices():
