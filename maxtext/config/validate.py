@@ -138,10 +138,13 @@ def _positions(cfg: Config, shape: dict[str, int]) -> Iterator[Problem]:
     if devices > 1 and length % (2 * devices):
         yield "mesh.context", (f"data.sequence_length {length} is not divisible by 2 x mesh.context {devices} = "
                                f"{2 * devices} {division(length, 2 * devices)}; change one of them")
-    if devices > 1 and cfg.mesh.context_strategy == "ulysses" and not heads % tensor and heads // tensor % devices:
-        yield "mesh.context_strategy", (
-            f"ulysses shares key/value heads: {heads} / mesh.tensor {tensor} = {heads // tensor} are not divisible by "
-            f"mesh.context {devices}; write all_gather or ring, or change those sizes")
+    if devices > 1 and cfg.mesh.context_strategy == "ulysses" and not heads % tensor:
+        group, copies = cfg.model.n_heads // heads, devices // math.gcd(heads // tensor, devices)
+        if group % copies:  # each copy of a key/value head takes whole query heads
+            yield "mesh.context_strategy", (
+                f"ulysses shares heads: {heads} key/value heads / mesh.tensor {tensor} = {heads // tensor}, each with "
+                f"{group} query head{'s' * (group > 1)}, cannot be split over mesh.context {devices}; write all_gather "
+                "or ring, or change those sizes")
     if devices > 1 and cfg.model.moe.capacity_factor is not None:
         yield "mesh.context", ("model.moe.capacity_factor drops tokens in the order of the batch, which mesh.context "
                                f"{devices} splits; set model.moe.capacity_factor to null, or mesh.context to 1")

@@ -373,11 +373,17 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_arithmetic(mes
      "or 8, or other mesh sizes"),
     ({**LATENT, "model__latent__q_rank": 14, "mesh__fsdp": 4}, 4, "mesh.fsdp",
      "model.latent.q_rank 14 is not divisible by mesh.fsdp 4 = 4 (14 = 4 x 3 + 2); change those sizes"),
+    ({"data__sequence_length": 12, "mesh__context": 4}, 4, "mesh.context",
+     "data.sequence_length 12 is not divisible by 2 x mesh.context 4 = 8 (12 = 8 x 1 + 4); change one of them"),
+    ({"data__sequence_length": 16, "model__n_kv_heads": 2, "mesh__context": 8, "mesh__context_strategy": "ulysses"}, 8,
+     "mesh.context_strategy", "ulysses shares heads: 2 key/value heads / mesh.tensor 1 = 2, each with 2 query heads, "
+     "cannot be split over mesh.context 8; write all_gather or ring"),
     ({"train__global_batch": 6, "mesh__data": 2, "mesh__fsdp": 2}, 4, "train.global_batch",
      "which mesh.data 2 x mesh.fsdp 2 = 4 does not divide"),
 ])
 def test_sizes_that_do_not_divide_over_the_mesh_are_named_with_both_keys(change, n_devices, key, message):
-    change = change if not {"mesh__tensor", "mesh__expert"} & set(change) else {"mesh__fsdp": 1, **change}
+    if {"mesh__tensor", "mesh__expert", "mesh__context"} & set(change):
+        change = {"mesh__fsdp": 1, **change}
     [(found_key, found)] = mesh_problems(changed(**change), n_devices)
     assert found_key == key
     assert message in found
@@ -389,6 +395,7 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_named_with_both_keys(change,
     ({**MOE, "mesh__expert": 2, "mesh__fsdp": 2, "mesh__tensor": 2}, 8), ({"mesh__expert": 2}, 8),
     ({"model__n_kv_heads": 2, "mesh__tensor": 2}, 2), ({"train__gradient_accumulation_steps": 8}, 1),
     ({"train__gradient_accumulation_steps": 2}, 4),
+    ({"model__n_kv_heads": 2, "mesh__fsdp": 1, "mesh__context": 4, "mesh__context_strategy": "ulysses"}, 4),
     ({"train__gradient_accumulation_steps": 3}, 8),  # reported by `problems`, once
 ])
 def test_a_mesh_that_fits_has_no_problem(change, n_devices):
