@@ -93,9 +93,8 @@ def attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT
     kind, rows = choose_attention(how.kernels.attention, platform(), problem).kind, ("batch", positions_dim(q_BTKGH))
     kernel, named = KERNELS[kind], kind != "cudnn"
     if rows[1] is not None:
-        pairs = "splash" if named and _whole_chunks(q_BTKGH.shape[1], how) else "blocked"
         kernel = functools.partial(context_attention, axis=CONTEXT, strategy=how.context_strategy, inner=kernel,
-                                   kernel=pairs)
+                                   kernel="splash" if kind == "splash" else "blocked")
         named = named or how.context_strategy != "ulysses"
     kernel = functools.partial(kernel, window=window, scale=score_scale(cfg, window))
     queries, keys = (*rows, "heads", None, None), (*rows, "heads", None)
@@ -103,12 +102,6 @@ def attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT
     out_BTKGH = per_device(kernel, dims, queries)(q_BTKGH, k_BTKH, v_BTKH, segments_BT, sinks_KG)
     # Some name by themselves what their backward pass needs: a second copy would be kept for nothing.
     return out_BTKGH if named else checkpoint_name(out_BTKGH, "attention")
-
-
-def _whole_chunks(length: int, how: Execution) -> bool:
-    """Whether the parts of a shared sequence suit the kernels of TPUs; asked for by name, they say why not."""
-    chunks = 2 * jax.sharding.get_abstract_mesh().shape[CONTEXT]
-    return how.kernels.attention != "auto" or length % (chunks * splash.LANES) == 0
 
 
 def project_out(p: Attention, attended_BTKGH: jax.Array, positions: str | None = None) -> jax.Array:

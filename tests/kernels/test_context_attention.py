@@ -17,7 +17,10 @@ from maxtext.kernels.context_layout import Layout, fetched_pairs, gathered_pairs
 from maxtext.kernels.splash import Blocks
 from maxtext.kernels.splash_pair import SplashPair, splash_block
 from maxtext.kernels.ulysses import ulysses_copies
+from maxtext.model import attention
 from maxtext.parallel.sequence import natural_order, zigzag_order
+from maxtext.parallel.sharding import spec
+from tests import tiny
 
 BATCH, HEADS, GROUP, KEY_WIDTH, VALUE_WIDTH = 2, 4, 2, 8, 6
 SCALE, BLOCK = 0.3, 3
@@ -177,6 +180,16 @@ def test_a_short_window_is_fetched_alike_by_both():
                             for strategy in ("ring", "all_gather"))
     assert ring == all_gather
     assert ring.count("collective_permute") == 2 * 2 * 3  # two messages of keys, of values; fetched twice, given back
+
+
+@pytest.mark.parametrize(("platform", "kernel"), [("cpu", False), ("tpu", True)])
+def test_a_model_takes_the_kernels_of_its_platform(platform, kernel, monkeypatch):
+    monkeypatch.setattr(attention, "platform", lambda: platform)
+    with jax.set_mesh(tiny.mesh_of((1, 1, 1), context=2)):
+        dims = spec("batch", "sequence", "heads")
+        q, k = (jax.device_put(np.ones(shape, np.float32), dims) for shape in [(1, 512, 4, 2, 8), (1, 512, 4, 8)])
+        program = jax.make_jaxpr(lambda q, k: attention.attend(q, k, k, None, None, None, tiny.tiny_model()))(q, k)
+    assert ("pallas_call" in str(program)) == kernel
 
 
 @pytest.mark.one_pass
