@@ -47,7 +47,7 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
         if cfg.data.instance_filter.count_rejected:  # the reference divides by all T tokens of a rejected instance
             counted += rejected * cfg.data.sequence_length
         counted = jnp.maximum(counted, 1)
-        grads, losses, stats = _gradient(cfg, state.params, batch, counted)
+        grads, losses, stats = batch_gradient(cfg, state.params, batch, counted)
         norm = global_norm(grads)
         updates, optimizer_state = optimizer.update(
             grads, state.optimizer, state.params, loss=losses.cross_entropy, grad_norm=norm
@@ -86,8 +86,8 @@ def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetri
     return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(platform()))
 
 
-def _gradient(cfg: Config, params: Decoder, batch: Batch,
-              counted: jax.Array) -> tuple[Decoder, Losses, RouterStats | None]:
+def batch_gradient(cfg: Config, params: Decoder, batch: Batch,
+                   counted: jax.Array) -> tuple[Decoder, Losses, RouterStats | None]:
     """Gradient, losses and router statistics of the global batch; `counted` divides the losses.
 
     They are sums over its micro-batches, in float32.
