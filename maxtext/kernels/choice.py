@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from maxtext.config.schema import Config
 from maxtext.kernels import cudnn
-
-GROUPED = {"cpu": "blocked", "tpu": "megablox"}  # of a platform; others: ragged_dot
+from maxtext.kernels.grouped_matmul import BACKENDS
 
 
 class KernelError(ValueError):
@@ -88,6 +87,6 @@ def choose_grouped_matmul(wanted: str, platform: str) -> Choice:
                           "kernels.grouped_matmul=auto")
     if wanted != "auto":
         return Choice(wanted, "asked for")
-    kind = GROUPED.get(platform, "ragged_dot")
+    kind = BACKENDS.get(platform, "ragged_dot")
     reasons = {"blocked": "plain JAX", "megablox": "the Pallas kernel of TPUs", "ragged_dot": "XLA's own"}
     return Choice(kind, reasons[kind])
