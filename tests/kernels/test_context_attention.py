@@ -100,13 +100,14 @@ def on_devices(context, strategy, window, q, k, v, segments, sinks, dy, **settin
 @pytest.mark.parametrize(("strategy", "context", "window", "documents", "sinks", "kinds"), [
     ("all_gather", 4, None, True, True, {"all-gather", "reduce-scatter", "all-reduce"}),
     ("all_gather", 4, 9, True, False, {"collective-permute"}),
-    ("all_gather", 4, 19, False, True, {"collective-permute", "all-reduce"}),
-    ("all_gather", 2, 1, True, False, set()),
+    pytest.param("all_gather", 4, 19, False, True, {"collective-permute", "all-reduce"}, marks=pytest.mark.one_pass),
+    pytest.param("all_gather", 2, 1, True, False, set(), marks=pytest.mark.one_pass),
     ("ring", 4, None, True, True, {"collective-permute", "all-reduce"}),
-    ("ring", 4, 50, False, False, {"collective-permute"}),
-    ("ring", 2, None, False, False, {"collective-permute"}),
+    pytest.param("ring", 4, 50, False, False, {"collective-permute"}, marks=pytest.mark.one_pass),
+    pytest.param("ring", 2, None, False, False, {"collective-permute"}, marks=pytest.mark.one_pass),
     ("ulysses", 4, None, False, True, {"all-to-all", "all-reduce"}),
-    ("ulysses", 2, 9, True, False, {"all-to-all", "all-gather"}),  # the gather is of the documents' numbers
+    # The gather is of the documents' numbers.
+    pytest.param("ulysses", 2, 9, True, False, {"all-to-all", "all-gather"}, marks=pytest.mark.one_pass),
 ])
 def test_equals_one_device(strategy, context, window, documents, sinks, kinds):
     args = arguments(56, documents, sinks)
