@@ -29,6 +29,8 @@ REMAT_PRESETS: dict[str, tuple[tuple[RematName, ...], tuple[RematName, ...]]] = 
     "offload": ((), ("block", "qkv", "attention", "attention_out", "mlp_out")),
 }
 ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
+QuantKind = Literal["none", "int8", "fp8", "mxfp8"]
+QuantPart = Literal["dense", "experts"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
 AttentionKernel = Literal["auto", "blocked", "splash", "cudnn"]
 GroupedMatmulKernel = Literal["auto", "blocked", "megablox", "ragged_dot"]
@@ -149,6 +151,25 @@ class RematConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class QuantConfig:
+    """Which matmuls run in eight bits. Weights stay float32; norms, routers, embeddings, head and scores are never."""
+
+    kind: QuantKind = field("none; int8; fp8, with one scale a row or column; or mxfp8, with one a block of 32.",
+                            "none", also=("quantization", "quantize", "fp8_recipe"))
+    parts: tuple[QuantPart, ...] = field(
+        "dense = projections of attention, feed-forwards and shared experts; experts = routed experts.",
+        ("dense", "experts"))
+    weight_gradients: bool = field("Whether the matmuls that give the gradients of weights run in eight bits too.",
+                                   True)
+    stochastic_rounding: bool = field("Whether gradients are rounded up or down at random, with their value as the "
+                                      "mean; else to the nearest.", False)
+
+    def of(self, part: QuantPart) -> QuantConfig | None:
+        """These settings for a part of the model; None when it is not quantised."""
+        return self if self.kind != "none" and part in self.parts else None
+
+
+@dataclasses.dataclass(frozen=True)
 class InitFromConfig:
     """Another run, or a converted checkpoint, whose weights this run starts from: step 0, its own data and schedule."""
 
@@ -226,6 +247,7 @@ class Execution:
     compute_dtype: Dtype = "float32"
     remat: RematConfig = RematConfig(mode="none")
     kernels: KernelConfig = KernelConfig()
+    quant: QuantConfig = QuantConfig()
     context_strategy: ContextStrategy = "all_gather"
     pipeline_rounds: int = 1
     micro_batches: int = 1  # that pass a pipeline together
@@ -316,6 +338,7 @@ class Config:
     schedule: ScheduleConfig = field("Learning rate.", ScheduleConfig)
     mesh: MeshConfig = field("Devices.", MeshConfig)
     kernels: KernelConfig = field("Implementations.", KernelConfig)
+    quant: QuantConfig = field("Matmuls in eight bits.", QuantConfig)
     checkpoint: CheckpointConfig = field("Checkpoints.", CheckpointConfig)
     eval: EvalConfig = field("Held-out evaluation.", EvalConfig)
     generate: GenerateConfig = field("Samples while training.", GenerateConfig)
@@ -328,8 +351,8 @@ class Config:
     @property
     def execution(self) -> Execution:
         """How the model is run in training."""
-        return Execution(self.train.compute_dtype, self.train.remat, self.kernels, self.mesh.context_strategy,
-                         self.mesh.pipeline_rounds)
+        return Execution(self.train.compute_dtype, self.train.remat, self.kernels, self.quant,
+                         self.mesh.context_strategy, self.mesh.pipeline_rounds)
 
     @property
     def batch_tokens(self) -> int:

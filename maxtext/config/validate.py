@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from maxtext.config.data_rules import DATA_RULES
 from maxtext.config.model_rules import MODEL_RULES
 from maxtext.config.optimizer_rules import OPTIMIZER_RULES
+from maxtext.config.quant_rules import QUANT_RULES, block_misfits
 from maxtext.config.schema import Config, MeshConfig
 from maxtext.config.wording import Problem, default_of, division, either, multiples
 
@@ -99,7 +100,8 @@ def mesh_problems(cfg: Config, n_devices: int) -> list[Problem]:
              *_misfits([("model.d_model", model.d_model)], "fsdp", mesh.fsdp, shape["fsdp"], n_devices)]
     if model.moe.experts:
         found += _misfits([("model.moe.experts", model.moe.experts)], "expert", mesh.expert, shape["expert"], n_devices)
-    return [*found, *_widths(cfg, shape), *_micro_batches(cfg, shape), *_positions(cfg, shape), *_stages(cfg, shape)]
+    return [*found, *_widths(cfg, shape), *_micro_batches(cfg, shape), *_positions(cfg, shape), *_stages(cfg, shape),
+            *block_misfits(cfg, shape)]
 
 
 def _widths(cfg: Config, shape: dict[str, int]) -> Iterator[Problem]:
@@ -342,5 +344,5 @@ def _empty_texts(cfg: Config) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
-    *MODEL_RULES, _batch, _remat, _schedule_kind, _schedule_length, *OPTIMIZER_RULES, *DATA_RULES,
+    *MODEL_RULES, _batch, _remat, _schedule_kind, _schedule_length, *OPTIMIZER_RULES, *DATA_RULES, *QUANT_RULES,
     lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts)

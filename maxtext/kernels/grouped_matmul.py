@@ -9,7 +9,7 @@ Dims: M row, K width in, N width out, E group, R row of a block.
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,42 +41,44 @@ def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, backen
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return _multiply(backend, x_MK, w_EKN, sizes_E)
+    return multiply(backend, x_MK, w_EKN, sizes_E)
 
 
 def _forward(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> tuple:
-    return _multiply(backend, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
+    return multiply(backend, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
 
 
 def _backward(backend: Backend, saved: tuple, dy_MN: jax.Array) -> tuple:
     x_MK, w_EKN, sizes_E = saved
-    return _multiply(backend, dy_MN, w_EKN, sizes_E, transposed=True), _outer(backend, x_MK, dy_MN, sizes_E), None
+    return multiply(backend, dy_MN, w_EKN, sizes_E, transposed=True), outer(backend, x_MK, dy_MN, sizes_E), None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
-def _multiply(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array,
-              transposed: bool = False) -> jax.Array:
-    """With `transposed`, w is (E, N, K)."""
+def multiply(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed: bool = False,
+             dtype: Any = None) -> jax.Array:
+    """One grouped matmul, without gradients. With `transposed`, w is (E, N, K). `dtype` of the result; None: x's."""
+    dtype = dtype or x_MK.dtype
     if backend.startswith("megablox"):
-        y_MN = _megablox(backend, x_MK, w_EKN, sizes_E, transposed)
+        y_MN = _megablox(backend, x_MK, w_EKN, sizes_E, transposed, dtype)
     else:
         w_EKN = w_EKN.swapaxes(1, 2) if transposed else w_EKN
         if backend == "blocked":
-            return _blocked(x_MK, w_EKN, sizes_E)
-        y_MN = _ragged_dot(x_MK, w_EKN, sizes_E)
+            return _blocked(x_MK, w_EKN, sizes_E, dtype)
+        y_MN = _ragged_dot(x_MK, w_EKN, sizes_E, dtype)
     # What these leave in rows that are in no group is not the same everywhere.
     return jnp.where(jnp.arange(x_MK.shape[0])[:, None] < sizes_E.sum(), y_MN, 0)
 
 
-def _outer(backend: Backend, x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def outer(backend: Backend, x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, dtype: Any = None) -> jax.Array:
     """(E, K, N): for each group, the sum over its rows of x times dy, the gradient of its matrix."""
+    dtype = dtype or x_MK.dtype
     if backend == "blocked":
-        return _blocked_outer(x_MK, dy_MN, sizes_E)
+        return _blocked_outer(x_MK, dy_MN, sizes_E, dtype)
     if backend == "ragged_dot":
-        return _ragged_dot_outer(x_MK, dy_MN, sizes_E)
-    return _megablox_outer(backend, x_MK, dy_MN, sizes_E)
+        return _ragged_dot_outer(x_MK, dy_MN, sizes_E, dtype)
+    return _megablox_outer(backend, x_MK, dy_MN, sizes_E, dtype)
 
 
 # Blocked: a loop over blocks of rows of one group. Each group is rounded up to whole blocks; the loop ends with the
@@ -102,66 +104,69 @@ def _block(index: jax.Array, sizes_E: jax.Array, rows: int, total: int) -> _Bloc
     return _Block(group, first, ((row_R >= start) & (row_R < stop))[:, None])
 
 
-def _blocked(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _blocked(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
     total, rows = x_MK.shape[0], min(BLOCK, x_MK.shape[0])
 
     def body(index: jax.Array, y_MN: jax.Array) -> jax.Array:
         block = _block(index, sizes_E, rows, total)
         x_RK = jax.lax.dynamic_slice_in_dim(x_MK, block.first, rows)
-        y_RN = x_RK @ jax.lax.dynamic_index_in_dim(w_EKN, block.group, keepdims=False)
+        y_RN = jnp.matmul(x_RK, jax.lax.dynamic_index_in_dim(w_EKN, block.group, keepdims=False),
+                          preferred_element_type=dtype)
         y_RN = jnp.where(block.valid_R1, y_RN, jax.lax.dynamic_slice_in_dim(y_MN, block.first, rows))
         return jax.lax.dynamic_update_slice_in_dim(y_MN, y_RN, block.first, axis=0)
 
-    zeros_MN = vary(jnp.zeros((total, w_EKN.shape[2]), x_MK.dtype), varying_axes(x_MK))
+    zeros_MN = vary(jnp.zeros((total, w_EKN.shape[2]), dtype), varying_axes(x_MK))
     return jax.lax.fori_loop(0, (-(-sizes_E // rows)).sum(), body, zeros_MN)
 
 
-def _blocked_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _blocked_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
+    sums = jnp.int32 if dtype == jnp.int32 else jnp.float32
     total, rows = x_MK.shape[0], min(BLOCK, x_MK.shape[0])
 
     def body(index: jax.Array, dw_EKN: jax.Array) -> jax.Array:
         block = _block(index, sizes_E, rows, total)
-        x_RK, dy_RN = (jax.lax.dynamic_slice_in_dim(array, block.first, rows) for array in (x_MK, dy_MN))
-        dy_RN = jnp.where(block.valid_R1, dy_RN, 0)
-        return dw_EKN.at[block.group].add(jnp.einsum("rk,rn->kn", x_RK, dy_RN, preferred_element_type=jnp.float32))
+        # Both: 0 times what is not finite in a row of another group is not 0.
+        x_RK, dy_RN = (jnp.where(block.valid_R1, jax.lax.dynamic_slice_in_dim(array, block.first, rows), 0)
+                       for array in (x_MK, dy_MN))
+        return dw_EKN.at[block.group].add(jnp.einsum("rk,rn->kn", x_RK, dy_RN, preferred_element_type=sums))
 
     shape = (sizes_E.shape[0], x_MK.shape[1], dy_MN.shape[1])
-    zeros_EKN = vary(jnp.zeros(shape, jnp.float32), varying_axes(x_MK))
-    return jax.lax.fori_loop(0, (-(-sizes_E // rows)).sum(), body, zeros_EKN).astype(x_MK.dtype)
+    zeros_EKN = vary(jnp.zeros(shape, sums), varying_axes(x_MK))
+    return jax.lax.fori_loop(0, (-(-sizes_E // rows)).sum(), body, zeros_EKN).astype(dtype)
 
 
 # jax.lax.ragged_dot: what XLA has. On some platforms that is a matmul with every group's matrix.
 
 
-def _ragged_dot(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return jax.lax.ragged_dot(x_MK, w_EKN, sizes_E, preferred_element_type=jnp.float32).astype(x_MK.dtype)
+def _ragged_dot(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.ragged_dot(x_MK, w_EKN, sizes_E, preferred_element_type=jnp.float32).astype(dtype)
 
 
-def _ragged_dot_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _ragged_dot_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
     dims = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
     dw_EKN = jax.lax.ragged_dot_general(x_MK, dy_MN, sizes_E, dims, preferred_element_type=jnp.float32)
-    return dw_EKN.astype(x_MK.dtype)
+    return dw_EKN.astype(dtype)
 
 
 # Megablox: JAX's Pallas kernels for TPU (Gale et al. 2023, "MegaBlocks").
 
 
-def _megablox(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array,
-              transposed: bool) -> jax.Array:
+def _megablox(backend: Backend, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed: bool,
+              dtype: Any) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # half a second that other platforms save
 
     total, tiles = x_MK.shape[0], _tiles(x_MK.dtype, *x_MK.shape, w_EKN.shape[1 if transposed else 2])
-    kernel = functools.partial(gmm, preferred_element_type=x_MK.dtype, tiling=tiles, transpose_rhs=transposed,
+    kernel = functools.partial(gmm, preferred_element_type=dtype, tiling=tiles, transpose_rhs=transposed,
                                interpret=backend == "megablox_interpreted")
     return untyped(kernel)(_padded(x_MK, tiles[0]), w_EKN, sizes_E)[:total]
 
 
-def _megablox_outer(backend: Backend, x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _megablox_outer(backend: Backend, x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = _tiles(x_MK.dtype, *x_MK.shape, dy_MN.shape[1])
-    kernel = functools.partial(tgmm, preferred_element_type=x_MK.dtype, tiling=tiles,
+    kernel = functools.partial(tgmm, preferred_element_type=dtype, tiling=tiles,
                                interpret=backend == "megablox_interpreted")
     return untyped(kernel)(_padded(x_MK, tiles[0]).T, _padded(dy_MN, tiles[0]), sizes_E)
 

@@ -14,7 +14,6 @@ import math
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.schema import DEFAULT_EXECUTION, Execution, ModelConfig
@@ -22,7 +21,7 @@ from maxtext.kernels import attention as blocked
 from maxtext.kernels import cudnn, splash
 from maxtext.kernels.choice import Problem, choose_attention
 from maxtext.kernels.context_attention import context_attention
-from maxtext.model.layers import Rope, apply_rope, norm_param, rms_norm
+from maxtext.model.layers import Rope, apply_rope, linear, norm_param, rms_norm
 from maxtext.parallel.collectives import platform
 from maxtext.parallel.positions import CONTEXT, positions_dim, unshare
 from maxtext.parallel.sharding import Param, gather, per_device, spec
@@ -66,15 +65,16 @@ def attention_params(cfg: ModelConfig) -> Attention:
 def attention(p: Attention, x_BTD: jax.Array, segments_BT: jax.Array | None, rope: Rope, window: int | None,
               cfg: ModelConfig, how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """Self-attention of (B, T, D) in its own dtype; `window` tokens are visible, or all earlier ones when None."""
-    q_BTKGH, k_BTKH, v_BTKH = project(p, unshare(x_BTD), rope, cfg)
+    q_BTKGH, k_BTKH, v_BTKH = project(p, unshare(x_BTD), rope, cfg, how)
     attended_BTKGH = attend(q_BTKGH, k_BTKH, v_BTKH, segments_BT, p.sinks, window, cfg, how)
-    return project_out(p, attended_BTKGH, positions_dim(x_BTD))
+    return project_out(p, attended_BTKGH, positions_dim(x_BTD), how)
 
 
-def project(p: Attention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+def project(p: Attention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig, how: Execution = DEFAULT_EXECUTION
+            ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries (B, T, K, G, H), keys and values (B, T, K, H), normed and rotated."""
     qkv = gather(p.qkv, "embed", "heads", None, None)
-    qkv_BTKJH = checkpoint_name(jnp.einsum("btd,dkjh->btkjh", x_BTD, qkv), "qkv")
+    qkv_BTKJH = checkpoint_name(linear(x_BTD, qkv, how.quant.of("dense")), "qkv")
     if p.qkv_bias is not None:
         qkv_BTKJH += p.qkv_bias
     q_BTKGH, k_BTKH, v_BTKH = qkv_BTKJH[..., :-2, :], qkv_BTKJH[..., -2, :], qkv_BTKJH[..., -1, :]
@@ -104,10 +104,11 @@ def attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT
     return out_BTKGH if named else checkpoint_name(out_BTKGH, "attention")
 
 
-def project_out(p: Attention, attended_BTKGH: jax.Array, positions: str | None = None) -> jax.Array:
+def project_out(p: Attention, attended_BTKGH: jax.Array, positions: str | None = None,
+                how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """What attention adds to the residual stream, (B, T, D), its T split over the mesh as `positions` says."""
     out = gather(p.out, "heads", None, None, "embed")
-    out_BTD = jnp.einsum("btkgh,kghd->btd", attended_BTKGH, out, out_sharding=spec("batch", positions, None))
+    out_BTD = linear(attended_BTKGH, out, how.quant.of("dense"), 3, spec("batch", positions, None))
     return checkpoint_name(out_BTD if p.out_bias is None else out_BTD + p.out_bias, "attention_out")
 
 

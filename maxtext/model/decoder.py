@@ -226,17 +226,18 @@ def block_forward(p: Block, x_BTD: jax.Array, context: Context, cfg: ModelConfig
         return attend(p.attention, x_BTD, context.segments_BT, rope, window, cfg, how)
 
     x_BTD = x_BTD + norm_out(p, attend(norm_in(p, x_BTD, "attention", cfg)), "attention", cfg)
-    return add_feed_forward(p, x_BTD, cfg, context.real_BT, prior_E)
+    return add_feed_forward(p, x_BTD, cfg, context.real_BT, prior_E, how)
 
 
 def add_feed_forward(p: Block, x_BTD: jax.Array, cfg: ModelConfig, real_BT: jax.Array | None,
-                     prior_E: jax.Array | None = None) -> tuple[jax.Array, RouterStats | None]:
+                     prior_E: jax.Array | None = None, how: Execution = DEFAULT_EXECUTION
+                     ) -> tuple[jax.Array, RouterStats | None]:
     """The second half of a layer: its feed-forward, added to the residual stream."""
     in_BTD, stats = norm_in(p, x_BTD, "mlp", cfg), None
     if isinstance(p.mlp, Mlp):
-        out_BTD = mlp(p.mlp, in_BTD, cfg.activation)
+        out_BTD = mlp(p.mlp, in_BTD, cfg.activation, how.quant.of("dense"))
     else:
-        out_BTD, stats = moe(p.mlp, in_BTD, cfg, real_BT, prior_E)
+        out_BTD, stats = moe(p.mlp, in_BTD, cfg, real_BT, prior_E, how)
     return x_BTD + norm_out(p, out_BTD, "mlp", cfg), stats
 
 

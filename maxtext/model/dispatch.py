@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.config.architecture import Activation
+from maxtext.config.schema import DEFAULT_EXECUTION, Execution
 from maxtext.model.experts import Experts, run_experts, run_experts_in_chunks
 from maxtext.model.router import Assignments, TokenAxes
 from maxtext.parallel.collectives import exchange, vary, varying_axes
@@ -26,7 +27,7 @@ SLACK = 1.5  # size of a message over an even share of the sender's tokens
 
 
 def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation: Activation,
-                    axes: TokenAxes) -> jax.Array:
+                    axes: TokenAxes, how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """Sum over each token's assignments of weight * expert(x), with experts on any device of the expert axis.
 
     A device's own experts, `p`, are those from E * (its index) on. Ids beyond all experts' are none's. A token is sent
@@ -38,7 +39,7 @@ def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation
     """
     devices, experts = jax.lax.axis_size(AXIS), p.gate_up.shape[0]
     if devices == 1:
-        return run_experts(p, x_ND, chosen, activation)
+        return run_experts(p, x_ND, chosen, activation, how)
     (tokens, _), dtype = x_ND.shape, x_ND.dtype
     x_ND = x_ND.astype(jnp.float32)
     message = min(tokens, math.ceil(tokens / devices * SLACK))
@@ -54,7 +55,7 @@ def run_distributed(p: Experts, x_ND: jax.Array, chosen: Assignments, activation
     @jax.checkpoint
     def contribution(p: Experts, x_ND: jax.Array, chosen: Assignments, index: jax.Array, queue_PR: jax.Array):
         sizes_P = jnp.clip(counts_P - index * message, 0, message)
-        run = functools.partial(_round, activation=activation, dtype=dtype)
+        run = functools.partial(_round, activation=activation, dtype=dtype, how=how)
         return jax.lax.cond(index * message < needed, run, _nothing, p, x_ND, chosen, queue_PR, sizes_P)
 
     def body(out_ND: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -69,7 +70,7 @@ def _nothing(p: Experts, x_ND: jax.Array, *_: object) -> jax.Array:
 
 
 def _round(p: Experts, x_ND: jax.Array, chosen: Assignments, queue_PR: jax.Array, sizes_P: jax.Array,
-           activation: Activation, dtype: jnp.dtype) -> jax.Array:
+           activation: Activation, dtype: jnp.dtype, how: Execution) -> jax.Array:
     """What the tokens `queue_PR` get from their experts; of each row only the first `sizes_P` are meant."""
     devices, message = queue_PR.shape
     experts, choices = p.gate_up.shape[0], chosen.ids_NK.shape[1]
@@ -90,6 +91,6 @@ def _round(p: Experts, x_ND: jax.Array, chosen: Assignments, queue_PR: jax.Array
     arrived = Assignments(*(array.reshape(devices * message, -1) for array in (ids_PRK, weights_PRK)))
     # A token that comes here has so many experts here, if experts are drawn evenly; room for more is seldom used.
     share = choices / devices / (1 - (1 - 1 / devices) ** choices)
-    y_ND = run_experts_in_chunks(p, came_ND, arrived, activation, math.ceil(devices * message * share))
+    y_ND = run_experts_in_chunks(p, came_ND, arrived, activation, math.ceil(devices * message * share), how)
     y_PRD = exchange(y_ND.reshape(devices, message, -1), came_P, sizes_P, AXIS)
     return _nothing(p, x_ND).at[queue_PR].add(y_PRD.astype(jnp.float32))  # zeros where nothing was meant

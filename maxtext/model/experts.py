@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.architecture import Activation
+from maxtext.config.schema import DEFAULT_EXECUTION, Execution
 from maxtext.kernels.grouped_matmul import grouped_matmul
+from maxtext.kernels.quantized_groups import quantized_grouped_matmul
 from maxtext.model.layers import activate
 from maxtext.model.router import Assignments, count
 from maxtext.parallel.collectives import vary, varying_axes
@@ -32,7 +34,8 @@ class Experts:
     down_bias: jax.Array | None = None  # E D
 
 
-def run_experts(p: Experts, x_ND: jax.Array, chosen: Assignments, activation: Activation) -> jax.Array:
+def run_experts(p: Experts, x_ND: jax.Array, chosen: Assignments, activation: Activation,
+                how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """Sum over each token's assignments of weight * expert(x).
 
     Args:
@@ -45,20 +48,25 @@ def run_experts(p: Experts, x_ND: jax.Array, chosen: Assignments, activation: Ac
     rank_NK = jnp.argsort(order_M).reshape(chosen.ids_NK.shape)
     weights_M1 = spread(chosen.weights_NK.reshape(-1, 1), order_M, rank_NK.reshape(-1, 1))
     sizes_E = count(chosen.ids_NK, p.gate_up.shape[0])
-    return collect(_rows(p, spread(x_ND, order_M, rank_NK), weights_M1, sizes_E, activation), order_M, rank_NK)
+    y_MD = _rows(p, spread(x_ND, order_M, rank_NK), weights_M1, sizes_E, activation, how)
+    return collect(y_MD, order_M, rank_NK)
 
 
-def _rows(p: Experts, x_MD: jax.Array, weights_M1: jax.Array, sizes_E: jax.Array, activation: Activation) -> jax.Array:
+def _rows(p: Experts, x_MD: jax.Array, weights_M1: jax.Array, sizes_E: jax.Array, activation: Activation,
+          how: Execution) -> jax.Array:
     """weight * expert(x) of rows sorted by expert; rows beyond the sum of `sizes_E` give zeros."""
     experts, width = p.gate_up.shape[:2]
     stop_E, row_M1 = jnp.cumsum(sizes_E), jnp.arange(x_MD.shape[0])[:, None]
     is_of_ME = ((row_M1 < stop_E) & (row_M1 >= stop_E - sizes_E)).astype(x_MD.dtype)  # for biases, and unused without
-    both_MH = checkpoint_name(grouped_matmul(x_MD, p.gate_up.reshape(experts, width, -1), sizes_E), "gate_up")
+    quant, run = how.quant.of("experts"), grouped_matmul
+    if quant is not None:
+        run = functools.partial(quantized_grouped_matmul, quant=quant)
+    both_MH = checkpoint_name(run(x_MD, p.gate_up.reshape(experts, width, -1), sizes_E), "gate_up")
     if p.gate_up_bias is not None:
         both_MH += is_of_ME @ p.gate_up_bias.reshape(experts, -1)
     # The weight multiplies the hidden state, not the output: its gradient then needs no output to be kept.
     hidden_MF = (activate(*jnp.split(both_MH, 2, axis=-1), activation) * weights_M1).astype(x_MD.dtype)
-    out_MD = grouped_matmul(hidden_MF, p.down, sizes_E)
+    out_MD = run(hidden_MF, p.down, sizes_E)
     if p.down_bias is not None:
         bias_ED = jnp.where(jax.lax.axis_index("tensor") == 0, p.down_bias, 0)  # once in the sum over the axis
         out_MD += (is_of_ME * weights_M1).astype(x_MD.dtype) @ bias_ED
@@ -91,36 +99,37 @@ collect.defvjp(lambda y, order, rank: (collect(y, order, rank), (order, rank)),
 
 
 def run_experts_in_chunks(p: Experts, x_ND: jax.Array, chosen: Assignments, activation: Activation,
-                          chunk: int) -> jax.Array:
+                          chunk: int, how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """As `run_experts`, `chunk` sorted assignments at a time."""
     axes = varying_axes(x_ND, *jax.tree.leaves(p))
-    return _chunked(activation, chunk, *vary((p, x_ND, chosen.weights_NK, chosen.ids_NK), axes))
+    return _chunked(activation, chunk, how, *vary((p, x_ND, chosen.weights_NK, chosen.ids_NK), axes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked(activation: Activation, chunk: int, p: Experts, x_ND: jax.Array, weights_NK: jax.Array,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _chunked(activation: Activation, chunk: int, how: Execution, p: Experts, x_ND: jax.Array, weights_NK: jax.Array,
              ids_NK: jax.Array) -> jax.Array:
     queue = _queue(ids_NK, p.gate_up.shape[0], chunk)
 
     def body(index: jax.Array, out_ND: jax.Array) -> jax.Array:
         part = _part(queue, index, ids_NK.shape[1])
-        y_SD = _rows(p, x_ND[part.token_S], weights_NK[part.token_S, part.k_S, None], part.sizes_E, activation)
+        y_SD = _rows(p, x_ND[part.token_S], weights_NK[part.token_S, part.k_S, None], part.sizes_E, activation,
+                     how)
         return out_ND.at[part.token_S].add(y_SD.astype(jnp.float32))
 
     return jax.lax.fori_loop(0, queue.used, body, _zeros(x_ND)).astype(x_ND.dtype)
 
 
-def _chunked_forward(activation: Activation, chunk: int, *args: jax.Array) -> tuple[jax.Array, tuple]:
-    return _chunked(activation, chunk, *args), args
+def _chunked_forward(activation: Activation, chunk: int, how: Execution, *args: jax.Array) -> tuple[jax.Array, tuple]:
+    return _chunked(activation, chunk, how, *args), args
 
 
-def _chunked_backward(activation: Activation, chunk: int, args: tuple, dout_ND: jax.Array) -> tuple:
+def _chunked_backward(activation: Activation, chunk: int, how: Execution, args: tuple, dout_ND: jax.Array) -> tuple:
     p, x_ND, weights_NK, ids_NK = args
     queue = _queue(ids_NK, p.gate_up.shape[0], chunk)
 
     def body(index: jax.Array, sums: tuple) -> tuple:
         part = _part(queue, index, ids_NK.shape[1])
-        run = functools.partial(_rows, sizes_E=part.sizes_E, activation=activation)
+        run = functools.partial(_rows, sizes_E=part.sizes_E, activation=activation, how=how)
         _, pull = jax.vjp(run, p, x_ND[part.token_S], weights_NK[part.token_S, part.k_S, None])
         dp, dx_SD, dweights_S1 = pull(dout_ND[part.token_S])
         sum_p, dx_ND, dweights_NK = sums

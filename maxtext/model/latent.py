@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.schema import DEFAULT_EXECUTION, Execution, ModelConfig
+from maxtext.config.schema import DEFAULT_EXECUTION, Execution, ModelConfig, QuantConfig
 from maxtext.model.attention import attend
-from maxtext.model.layers import Rope, apply_rope, norm_param, rms_norm
+from maxtext.model.layers import Rope, apply_rope, linear, norm_param, rms_norm
 from maxtext.parallel.positions import positions_dim, unshare
 from maxtext.parallel.sharding import Param, gather, spec
 
@@ -49,32 +49,35 @@ def latent_params(cfg: ModelConfig) -> LatentAttention:
 def latent_attention(p: LatentAttention, x_BTD: jax.Array, segments_BT: jax.Array | None, rope: Rope,
                      window: int | None, cfg: ModelConfig, how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """Self-attention of (B, T, D) in its own dtype; `window` tokens are visible, or all earlier ones when None."""
-    whole_BTD = unshare(x_BTD)
-    q_BTKH = latent_queries(p, whole_BTD, rope, cfg)
-    k_BTKH, v_BTKW = expand(p, *compress(p, whole_BTD, rope, cfg), cfg)
+    whole_BTD, quant = unshare(x_BTD), how.quant.of("dense")
+    q_BTKH = latent_queries(p, whole_BTD, rope, cfg, quant)
+    k_BTKH, v_BTKW = expand(p, *compress(p, whole_BTD, rope, cfg, quant), cfg, quant)
     attended_BTK1W = attend(q_BTKH[:, :, :, None], k_BTKH, v_BTKW, segments_BT, None, window, cfg, how)
-    return latent_out(p, attended_BTK1W[:, :, :, 0], positions_dim(x_BTD))
+    return latent_out(p, attended_BTK1W[:, :, :, 0], positions_dim(x_BTD), quant)
 
 
-def latent_queries(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> jax.Array:
+def latent_queries(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig,
+                   quant: QuantConfig | None = None) -> jax.Array:
     """Queries (B, T, K, N + R), the rotary part rotated."""
     if p.q_down is not None and p.q_norm is not None:
-        x_BTD = rms_norm(x_BTD @ gather(p.q_down, "embed", None), p.q_norm, cfg)
-    q_BTKH = checkpoint_name(jnp.einsum("btd,dkh->btkh", x_BTD, gather(p.q_up, "embed", "heads", None)), "qkv")
+        x_BTD = rms_norm(linear(x_BTD, gather(p.q_down, "embed", None), quant), p.q_norm, cfg)
+    q_BTKH = checkpoint_name(linear(x_BTD, gather(p.q_up, "embed", "heads", None), quant), "qkv")
     plain, rotary = jnp.split(q_BTKH, [cfg.latent.nope_dim], axis=-1)
     return jnp.concatenate([plain, apply_rope(rotary, rope, cfg.rope_pairs)], axis=-1)
 
 
-def compress(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def compress(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig,
+             quant: QuantConfig | None = None) -> tuple[jax.Array, jax.Array]:
     """What a cache keeps of each token: the normed compressed vector (B, T, C) and the rotated shared key (B, T, R)."""
-    down_BTC = checkpoint_name(x_BTD @ gather(p.kv_down, "embed", None), "qkv")
+    down_BTC = checkpoint_name(linear(x_BTD, gather(p.kv_down, "embed", None), quant), "qkv")
     c_BTC, r_BTR = jnp.split(down_BTC, [p.kv_norm.shape[0]], axis=-1)
     return rms_norm(c_BTC, p.kv_norm, cfg), apply_rope(r_BTR, rope, cfg.rope_pairs)
 
 
-def expand(p: LatentAttention, c_BTC: jax.Array, r_BTR: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def expand(p: LatentAttention, c_BTC: jax.Array, r_BTR: jax.Array, cfg: ModelConfig,
+           quant: QuantConfig | None = None) -> tuple[jax.Array, jax.Array]:
     """Keys (B, T, K, N + R) and values (B, T, K, W) of all heads."""
-    up_BTKJ = jnp.einsum("btc,ckj->btkj", c_BTC, gather(p.kv_up, "embed", "heads", None))
+    up_BTKJ = linear(c_BTC, gather(p.kv_up, "embed", "heads", None), quant)
     k_BTKN, v_BTKW = jnp.split(up_BTKJ, [cfg.latent.nope_dim], axis=-1)
     shape = (*k_BTKN.shape[:-1], r_BTR.shape[-1])
     r_BTKR = jnp.broadcast_to(r_BTR[:, :, None], shape, out_sharding=spec("batch", positions_dim(r_BTR), "heads", None))
@@ -97,8 +100,8 @@ def absorbed_values(p: LatentAttention, read_BTKC: jax.Array, cfg: ModelConfig) 
     return jnp.einsum("btkc,ckw->btkw", read_BTKC, up_CKW)
 
 
-def latent_out(p: LatentAttention, attended_BTKW: jax.Array, positions: str | None = None) -> jax.Array:
+def latent_out(p: LatentAttention, attended_BTKW: jax.Array, positions: str | None = None,
+               quant: QuantConfig | None = None) -> jax.Array:
     """What attention adds to the residual stream, (B, T, D), its T split over the mesh as `positions` says."""
-    out_BTD = jnp.einsum("btkw,kwd->btd", attended_BTKW, gather(p.out, "heads", None, "embed"),
-                         out_sharding=spec("batch", positions, None))
+    out_BTD = linear(attended_BTKW, gather(p.out, "heads", None, "embed"), quant, 2, spec("batch", positions, None))
     return checkpoint_name(out_BTD, "attention_out")

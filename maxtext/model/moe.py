@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.config.architecture import ModelConfig
+from maxtext.config.schema import DEFAULT_EXECUTION, Execution, ModelConfig
 from maxtext.model.dispatch import run_distributed
 from maxtext.model.experts import Experts
 from maxtext.model.layers import Mlp, mlp, mlp_params
@@ -63,7 +63,7 @@ def _bias(shape: tuple[int, ...], dims: tuple[str | None, ...]) -> Param:
 
 
 def moe(p: Moe, x_BTD: jax.Array, cfg: ModelConfig, real_BT: jax.Array | None = None,
-        prior_E: jax.Array | None = None) -> tuple[jax.Array, RouterStats]:
+        prior_E: jax.Array | None = None, how: Execution = DEFAULT_EXECUTION) -> tuple[jax.Array, RouterStats]:
     """The routed layer on (B, T, D), in its own dtype.
 
     Args:
@@ -78,7 +78,7 @@ def moe(p: Moe, x_BTD: jax.Array, cfg: ModelConfig, real_BT: jax.Array | None = 
     split = _Split.of(x_BTD)
 
     def local(p: Moe, x_BTD: jax.Array, real_BT: jax.Array | None, prior_E: jax.Array | None):
-        return _local(p, x_BTD, real_BT, prior_E, cfg, split)
+        return _local(p, x_BTD, real_BT, prior_E, cfg, split, how)
 
     tokens, prior = ("batch", positions_dim(whole_BTD)), None if prior_E is None else (None,)
     stats = RouterStats(counts_E=(None,), load_balance=(), z_loss=(), entropy=(), dropped=(), tokens=())
@@ -86,7 +86,7 @@ def moe(p: Moe, x_BTD: jax.Array, cfg: ModelConfig, real_BT: jax.Array | None = 
                      (("batch", positions_dim(x_BTD), None), stats))
     out_BTD, stats = run(routed, whole_BTD, real_BT, prior_E)
     if p.shared is not None:
-        out_BTD += mlp(p.shared, x_BTD, cfg.activation)
+        out_BTD += mlp(p.shared, x_BTD, cfg.activation, how.quant.of("dense"))
     return checkpoint_name(out_BTD, "mlp_out"), stats
 
 
@@ -110,7 +110,7 @@ class _Split(NamedTuple):
 
 
 def _local(p: Moe, x_BTD: jax.Array, real_BT: jax.Array | None, prior_E: jax.Array | None, cfg: ModelConfig,
-           split: _Split) -> tuple[jax.Array, RouterStats]:
+           split: _Split, how: Execution) -> tuple[jax.Array, RouterStats]:
     """One device's tokens, and its experts."""
     moe, x_ND = cfg.moe, x_BTD.reshape(-1, x_BTD.shape[-1])
     real_N = jnp.ones(x_ND.shape[0], bool) if real_BT is None else real_BT.reshape(-1)
@@ -123,7 +123,7 @@ def _local(p: Moe, x_BTD: jax.Array, real_BT: jax.Array | None, prior_E: jax.Arr
     if moe.capacity_factor is not None:
         kept, dropped = limit_capacity(chosen, moe, split.tokens)
     stats = router_stats(logits_NE, scores_NE, chosen, dropped, real_N, x_BTD.shape[0], prior_E, moe, split.tokens)
-    out_BTD = _routed(p, x_ND, kept, cfg, split).reshape(x_BTD.shape)
+    out_BTD = _routed(p, x_ND, kept, cfg, split, how).reshape(x_BTD.shape)
     if split.scatter:
         out_BTD = jax.lax.psum_scatter(out_BTD, split.hidden, scatter_dimension=1, tiled=True)
     else:
@@ -140,13 +140,14 @@ def _one_of(tree: tuple[jax.Array, RouterStats], copies: tuple[str, ...]) -> tup
     return jax.lax.pmax(tree, copies)
 
 
-def _routed(p: Moe, x_ND: jax.Array, chosen: Assignments, cfg: ModelConfig, split: _Split) -> jax.Array:
+def _routed(p: Moe, x_ND: jax.Array, chosen: Assignments, cfg: ModelConfig, split: _Split,
+            how: Execution) -> jax.Array:
     """What this device's experts, and its part of their hidden widths, give to its tokens."""
     experts = Experts(_whole(p.gate_up, split.expert_width, 1, split), _whole(p.down, split.expert_width, 2, split),
                       p.gate_up_bias, p.down_bias)
     # Typed as different over the tensor axis at once: gradients are then summed over it once a token.
     x_ND, chosen = vary((x_ND, chosen), split.devices)
-    return run_distributed(experts, x_ND, chosen, cfg.activation, split.tokens)
+    return run_distributed(experts, x_ND, chosen, cfg.activation, split.tokens, how)
 
 
 def _whole(weight: jax.Array, axes: tuple[str, ...], dim: int, split: _Split) -> jax.Array:

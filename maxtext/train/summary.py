@@ -76,8 +76,20 @@ def run_rows(cfg: Config) -> Rows:
         ("updates", f"{t.steps:,} updates, {t.steps * cfg.batch_tokens:,} tokens"),
         ("schedule", f"{s.kind}, warm-up {s.warmup_steps:,}, ends at {cfg.schedule_steps:,}; lr {rates}"),
         ("precision", f"compute {t.compute_dtype}, weights float32, moments {cfg.optim.moments_dtype}"),
+        ("quantised", quantised_row(cfg)),
         ("optimizer", optimizer_row(cfg)),
     ]
+
+
+def quantised_row(cfg: Config) -> str:
+    """Which matmuls run in eight bits, and how."""
+    quant = cfg.quant
+    if quant.kind == "none":
+        return "nothing"
+    parts = [part for part in quant.parts if part == "dense" or cfg.model.moe.experts]
+    whole = "" if quant.weight_gradients else f", gradients of weights in {cfg.train.compute_dtype}"
+    random = ", gradients rounded at random" if quant.stochastic_rounding else ""
+    return f"{' and '.join(parts)} matmuls in {quant.kind}{whole}{random}; embeddings, norms, routers, scores, head not"
 
 
 def optimizer_row(cfg: Config) -> str:
