@@ -9,6 +9,7 @@ import pytest
 from maxtext.parallel.chips import CHIPS, chip_of
 from maxtext.parallel.network import Network, network_of, spread
 
+pytestmark = pytest.mark.one_pass  # arithmetic alone
 V5P = Network(CHIPS["v5p"], 64, (4, 4, 4))
 H100 = Network(CHIPS["h100"], 8)
 MIB = 1 << 20
