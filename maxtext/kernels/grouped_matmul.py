@@ -18,7 +18,7 @@ from maxtext.parallel.collectives import platform, untyped, vary, varying_axes
 
 Backend = Literal["blocked", "ragged_dot", "megablox", "megablox_interpreted"]
 
-BACKENDS: dict[str, Backend] = {"cpu": "blocked", "tpu": "megablox"}  # of a platform; others: ragged_dot
+BACKENDS: dict[str, Backend] = {"cpu": "blocked", "gpu": "blocked", "tpu": "megablox"}  # others: ragged_dot
 BLOCK = 128  # rows of one matmul of the blocked back end
 TILES = (512, 1024, 1024)  # most rows, width in and width out of a step of megablox in bfloat16: 12 MiB of VMEM
 

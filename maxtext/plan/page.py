@@ -57,9 +57,12 @@ def row(plan: Mapping[str, Any]) -> tuple[str, ...]:
         f"{', asynchronous' if one['asynchronous'] else ''}"
         for one in program["traffic"] if one["bytes_sent"] >= LEAST_BYTES)
     step, mfu = ("n/a", "n/a") if guess["mfu"] is None else (f"{guess['step_seconds']:.3g}", f"{guess['mfu']:.0f}%")
+    ratio = f"{plan['flops']['ratio']:.2f}"
+    if program["unknown_loops"]:  # what is computed in them is not known, and so is the step
+        step, mfu, ratio = "n/a", "n/a", f"{ratio}, {len(program['unknown_loops'])} loops counted once"
     versions = ", ".join(f"{name} {number}" for name, number in program["versions"].items() if name != "jaxlib")
     versions += "".join(f"; `{flag}`" for flag in program["flags"])
-    return (*head, mesh or "one device", kept, sizes, f"{plan['flops']['ratio']:.2f}", cycles, kernels,
+    return (*head, mesh or "one device", kept, sizes, ratio, cycles, kernels,
             moved or "-", step, mfu,
             f"{program['date']}, {program['compile_seconds']:,.0f} s; {versions}")
 

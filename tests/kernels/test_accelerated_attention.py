@@ -130,7 +130,8 @@ def test_a_kernel_that_cannot_do_it_is_refused(wanted, platform, problem, says):
 
 def test_grouped_matmul_is_chosen_by_platform():
     assert [choose_grouped_matmul("auto", each).kind for each in ("cpu", "tpu", "gpu")] == [
-        "blocked", "megablox", "ragged_dot"]
+        "blocked", "megablox", "blocked"]
+    assert choose_grouped_matmul("auto", "rocm").kind == "ragged_dot"
     assert choose_grouped_matmul("ragged_dot", "cpu").kind == "ragged_dot"
     with pytest.raises(KernelError, match="megablox: it runs on TPUs, and this is cpu"):
         choose_grouped_matmul("megablox", "cpu")

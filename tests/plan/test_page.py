@@ -29,6 +29,14 @@ def test_every_record_was_compiled_for_a_tpu_or_gpu():
         assert plan["program"]["compile_seconds"] > 1
 
 
+def test_a_step_with_loops_of_unknown_length_has_no_time():
+    plan = json.loads(json.dumps(records(DOCS / "plans")[0]))
+    plan["program"]["unknown_loops"] = ["while.1", "while.2"]
+    cells = row(plan)
+    assert cells[COLUMNS.index("MFU")] == cells[COLUMNS.index("step, s")] == "n/a"
+    assert cells[COLUMNS.index("compiled / model FLOPs")].endswith(", 2 loops counted once")
+
+
 def test_a_refused_step_has_a_row_too():
     plan = json.loads(json.dumps(records(DOCS / "plans")[0])) | {"program": None}
     plan["memory"] |= {"needed": 20 << 30, "capacity": 16 << 30}
