@@ -19,11 +19,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.architecture import Activation
 from maxtext.config.schema import DEFAULT_EXECUTION, Execution
+from maxtext.kernels.choice import choose_grouped_matmul
 from maxtext.kernels.grouped_matmul import grouped_matmul
 from maxtext.kernels.quantized_groups import quantized_grouped_matmul
 from maxtext.model.layers import activate
 from maxtext.model.router import Assignments, count
-from maxtext.parallel.collectives import vary, varying_axes
+from maxtext.parallel.collectives import platform, vary, varying_axes
 
 
 @flax.struct.dataclass
@@ -58,9 +59,10 @@ def _rows(p: Experts, x_MD: jax.Array, weights_M1: jax.Array, sizes_E: jax.Array
     experts, width = p.gate_up.shape[:2]
     stop_E, row_M1 = jnp.cumsum(sizes_E), jnp.arange(x_MD.shape[0])[:, None]
     is_of_ME = ((row_M1 < stop_E) & (row_M1 >= stop_E - sizes_E)).astype(x_MD.dtype)  # for biases, and unused without
-    quant, run = how.quant.of("experts"), grouped_matmul
+    backend = choose_grouped_matmul(how.kernels.grouped_matmul, platform()).kind
+    quant, run = how.quant.of("experts"), functools.partial(grouped_matmul, backend=backend)
     if quant is not None:
-        run = functools.partial(quantized_grouped_matmul, quant=quant)
+        run = functools.partial(quantized_grouped_matmul, quant=quant, backend=backend)
     both_MH = checkpoint_name(run(x_MD, p.gate_up.reshape(experts, width, -1), sizes_E), "gate_up")
     if p.gate_up_bias is not None:
         both_MH += is_of_ME @ p.gate_up_bias.reshape(experts, -1)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from maxtext.config.architecture import ModelConfig, MoeConfig
+from maxtext.config.schema import Execution, KernelConfig
+from maxtext.kernels.choice import KernelError
 from maxtext.model.layers import activate
 from maxtext.model.moe import moe, moe_params
 from maxtext.parallel.sharding import is_param, sharding
@@ -175,6 +177,23 @@ def test_a_token_is_sent_once_and_idle_rounds_are_skipped():
     message = 2  # of 6 tokens to 8 devices with 1.5 times the room
     assert [shape for shape, _ in sent if shape[-1] == WIDTH] == [(8, message, WIDTH)] * 2  # there and back
     assert all("cond" in inside for _, inside in sent)
+
+
+def test_the_experts_are_multiplied_by_the_kernel_that_the_config_names():
+    cfg = model(MoeConfig(experts=4, top_k=2, d_expert=4))
+    p, x, _ = arguments(cfg)
+    mesh = mesh_of((1, 1, 1))
+
+    def primitives(kernel):
+        how = Execution(kernels=KernelConfig(grouped_matmul=kernel))
+        with jax.set_mesh(mesh):
+            jaxpr = jax.make_jaxpr(lambda p, x: moe(p, x, cfg, how=how)[0])(*placed(cfg, mesh, p, x))
+        return {eqn.primitive.name for eqn, _ in equations(jaxpr.jaxpr)}
+
+    assert "ragged_dot_general" in primitives("ragged_dot")
+    assert "ragged_dot_general" not in primitives("auto")
+    with pytest.raises(KernelError, match="kernels.grouped_matmul=megablox: it runs on TPUs, and this is cpu"):
+        primitives("megablox")
 
 
 def equations(jaxpr, inside=()):
