@@ -192,7 +192,7 @@ def test_the_experts_are_multiplied_by_the_kernel_that_the_config_names():
 
     assert "ragged_dot_general" in primitives("ragged_dot")
     assert "ragged_dot_general" not in primitives("auto")
-    with pytest.raises(KernelError, match="kernels.grouped_matmul=megablox: it runs on TPUs, and this is cpu"):
+    with pytest.raises(KernelError, match=r"kernels\.grouped_matmul=megablox: it runs on TPUs, and this is cpu"):
         primitives("megablox")
 
 
