@@ -139,6 +139,7 @@ def _group(index: jax.Array, counts_E: jax.Array) -> jax.Array:
 
 def _carrier(quant: QuantConfig, backend: Backend) -> tuple[Any, Any]:
     """Dtypes of operands and of the sums."""
-    if backend == "blocked":
-        return (jnp.int8, jnp.int32) if quant.kind == "int8" else (jnp.float32, jnp.float32)
-    return jnp.bfloat16, jnp.float32
+    if backend == "blocked" and quant.kind == "int8":
+        return jnp.int8, jnp.int32
+    # Both hold eight-bit floats exactly; a CPU multiplies float32 faster.
+    return jnp.float32 if backend == "blocked" and platform() == "cpu" else jnp.bfloat16, jnp.float32
