@@ -22,6 +22,7 @@ USAGE = """usage: maxtext VERB ...
 verbs
   train CONFIG [key=value ...] [--dry-run]   train, or continue, a run
   plan CONFIG --topology CHIP:SHAPE [...]    memory, FLOPs and estimated speed on a machine that is not here
+  compare A [B] [--b key=value] [...]        whether two configs or commits compute the same numbers
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
   data prepare [...]                         text to a tokenizer and token files
   checkpoint ls | verify RUN                 what is saved, and whether it is whole
@@ -42,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     verbs: dict[str, Callable[[list[str]], int]] = {
-        "train": train, "plan": _plan, "config": _config, "data": _data, "checkpoint": _checkpoint, "convert": _convert,
-        "eval": _eval, "generate": _generate, "report": _report,
+        "train": train, "plan": _plan, "compare": _compare, "config": _config, "data": _data, "checkpoint": _checkpoint,
+        "convert": _convert, "eval": _eval, "generate": _generate, "report": _report,
     }
     if argv[0] not in verbs:
         import difflib
@@ -168,6 +169,12 @@ def _mistake(error: object) -> int:
 
 def _plan(argv: list[str]) -> int:
     from maxtext.plan.command import run
+
+    return run(argv)
+
+
+def _compare(argv: list[str]) -> int:
+    from maxtext.compare.command import run
 
     return run(argv)
 

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "convert": _MODEL | _DATA | {"checkpoint", "convert"},
     "train": _TRAIN,
     "plan": _TRAIN | {"plan"},
+    "compare": _TRAIN | {"compare"},
     "report": {"config", "report"},
     "launch": {"config", "launch"},
 }
