@@ -149,9 +149,9 @@ def kept_values(cfg: ModelConfig, remat: RematConfig, tensor: int = 1, routed: b
     Its input, of the model's width, is among them. `tensor` is the size of that mesh axis.
     """
     tags, everything = _block_activations(cfg, tensor, routed)
-    tags["block"] = cfg.d_model
+    tags["block"] = cfg.d_model // tensor
     if remat.mode == "none":
-        return everything + cfg.d_model, 0
+        return everything + tags["block"], 0
     here = {*remat.kept, "block"} - {*remat.offloaded}
     return sum(tags[name] for name in here), sum(tags[name] for name in remat.offloaded)
 
@@ -181,9 +181,9 @@ def _block_activations(cfg: ModelConfig, tensor: int, routed: bool) -> tuple[dic
     tags = {
         "qkv": projected // tensor,
         "attention": attended // tensor,
-        "attention_out": cfg.d_model,
+        "attention_out": cfg.d_model // tensor,  # positions are split over the axis between layers
         "gate_up": 2 * hidden // tensor,
-        "mlp_out": cfg.d_model,
+        "mlp_out": cfg.d_model // tensor,
     }
     rotated, normed_branches, activated = (queries + keys) // tensor, 3 * cfg.d_model, hidden // tensor
     return tags, sum(tags.values()) + rotated + normed_branches + activated + compressed + exchanged

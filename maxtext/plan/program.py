@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from maxtext.config.schema import Config
 from maxtext.data.pipeline import abstract_batch
 from maxtext.parallel.compiler import compiler_options
+from maxtext.kernels.choice import KernelError
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.plan.collectives import UNKNOWN, Traffic, is_collective, traffic
@@ -121,7 +122,10 @@ def compile_program(cfg: Config, devices: Sequence[jax.Device]) -> Program | Ref
     began = time.perf_counter()
     with jax.set_mesh(mesh):
         state, batch = abstract_state(cfg, mesh), abstract_batch(cfg, sharding(mesh, "batch", None))
-        lowered = compile_train_step(cfg).lower(state, batch)
+        try:
+            lowered = compile_train_step(cfg).lower(state, batch)
+        except KernelError as error:
+            raise PlanError(str(error)) from error
         traced = time.perf_counter()
         try:
             compiled = lowered.compile()

@@ -25,15 +25,16 @@ PROOFS = {
     "export and import are inverse": ("tests/convert/test_tiny_families.py", "test_export_and_import_are_inverse"),
     "transformers loads the export": (
         "tests/convert/test_transformers.py", "test_every_family_is_exported_as_transformers_wrote_it"),
-    "gradients on a mesh": ("tests/model/test_families.py", "test_a_family_has_the_numbers_of_one_device_on_a_mesh"),
+    "gradients on a mesh": ("tests/model/test_meshes.py", "test_a_family_has_the_numbers_of_one_device"),
     "cached generation": (
         "tests/model/test_families.py",
         "test_a_family_decodes_from_a_cache_to_the_logits_of_the_full_forward_pass"),
 }
 SETTINGS = ("data.prepared=x", "data.sequence_length=64", "optim.lr=1e-3", "train.steps=1", "train.global_batch=1")
 
-# A test runs over all families when it has one of these: `families` marks some of them, and leaves none out.
-ALL = ("pytest.mark.parametrize('name', NAMES)", "pytest.mark.parametrize('name', families(")
+# A test runs over all families when it has one of these: functions that mark some of them, and leave none out.
+ALL = ("pytest.mark.parametrize('name', NAMES)", "pytest.mark.parametrize('name', families(",
+       "pytest.mark.parametrize(('name', 'kind'), families_on_meshes(")
 
 
 def proved(source: str, function: str) -> tuple[str, ...]:

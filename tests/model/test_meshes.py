@@ -89,7 +89,7 @@ def on_one_device(model: ModelConfig, micro_batches: int) -> Any:
     return gradient_on(cfg, mesh_of((1, 1, 1)))
 
 
-def table() -> list:
+def families_on_meshes() -> list:
     """(family, kind of mesh); what is not run by default is marked."""
     rows = []
     for at, name in enumerate(NAMES):
@@ -103,7 +103,7 @@ def table() -> list:
     return rows
 
 
-@pytest.mark.parametrize(("name", "kind"), table())
+@pytest.mark.parametrize(("name", "kind"), families_on_meshes())
 def test_a_family_has_the_numbers_of_one_device(name, kind):
     cfg = config_for(name, kind)
     grads, losses, stats = gradient_on(cfg, mesh_of(KINDS[kind].shape, **KINDS[kind].others))

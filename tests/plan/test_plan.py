@@ -397,6 +397,7 @@ def test_devices_of_several_slices():
     (["mesh.fsdp=-1", "--topology", "cpu:3"], "not divisible by"),
     (["train.stps=3", "--topology", "cpu:8"], "train.steps"),
     (["--topology", "cpu:8", "--json", "no/such/folder/plan.json"], "its folder does not exist"),
+    (["--topology", "cpu:8", "kernels.attention=splash"], "write kernels.attention=auto"),
 ])
 def test_mistakes_exit_with_2_before_anything_is_compiled(config_file: str, arguments: list[str], message: str,
                                                           capsys: pytest.CaptureFixture[str]):
