@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxtext.config.reason import placed
+
 PROJECT = Path(__file__).resolve().parents[2]
 GROUPS = ("layer", "logits", "gradient", "update")
 
@@ -96,7 +98,7 @@ def run(argv: list[str]) -> int:
         b = measured(args.b or args.a, [*args.both, *args.of_b], args.steps)
         rows = compare(a, b)
     except (CompareError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(placed(error), file=sys.stderr)
         return 2
     print(table(rows, everything=args.all))
     sentence, good = verdict(rows, args.bound)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from maxtext.config.data_rules import DATA_RULES
+from maxtext.config.layers import segments
 from maxtext.config.model_rules import MODEL_RULES
 from maxtext.config.optimizer_rules import OPTIMIZER_RULES
 from maxtext.config.quant_rules import QUANT_RULES, block_misfits
@@ -164,6 +165,13 @@ def _stages(cfg: Config, shape: dict[str, int]) -> Iterator[Problem]:
         yield "train.gradient_accumulation_steps", (
             f"train.gradient_accumulation_steps {steps} is not a multiple of mesh.pipeline {stages}: the micro-batches "
             f"of an update fill the stages; set it to {multiples(steps, stages)}")
+    stacks = [segment.repeats for segment in segments(cfg.model)]
+    if not any(repeats % (stages * rounds) == 0 for repeats in stacks):
+        needs = f"mesh.pipeline {stages}" + (f" x mesh.pipeline_rounds {rounds}" if rounds > 1 else "")
+        yield "mesh.pipeline", (
+            f"the {cfg.model.n_layers} layers of model.n_layers repeat model.layer_pattern, of "
+            f"{len(cfg.model.layer_pattern)}, {' and '.join(map(str, stacks))} times, which {needs} does not divide; "
+            "change one of them, so that each stage has the same layers")
     if cfg.model.moe.experts and cfg.model.moe.load_statistics == "batch":
         yield "mesh.pipeline", ("model.moe.load_statistics batch counts over one micro-batch after another, but "
                                 f"mesh.pipeline {stages} runs them together; write micro_batch or sequence")

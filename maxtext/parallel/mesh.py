@@ -28,7 +28,7 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
       devices: the devices to use; all of them by default.
 
     Returns:
-      A mesh with axes `data`, `fsdp`, `expert` and `tensor`, all explicit.
+      A mesh with all axes of `AXES`, explicit.
 
     Raises:
       MeshError: when sizes and devices, or sizes and the model or batch, do not fit; the arithmetic is in the message.

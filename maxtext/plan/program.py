@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from maxtext.config.schema import Config
 from maxtext.data.pipeline import abstract_batch
-from maxtext.parallel.compiler import compiler_options
 from maxtext.kernels.choice import KernelError
+from maxtext.parallel.compiler import compiler_options
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.sharding import sharding
 from maxtext.plan.collectives import UNKNOWN, Traffic, is_collective, traffic

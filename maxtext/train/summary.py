@@ -9,10 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxtext.config.layers import Layer, segments
 from maxtext.config.schema import Config, ModelConfig
 from maxtext.kernels.choice import choose_attention, choose_grouped_matmul, problem_of
 from maxtext.model.cost import count_non_embedding, count_params, flops_per_token, memory_per_device, state_bytes
-from maxtext.model.decoder import Layer, decoder_params, segments
+from maxtext.model.decoder import decoder_params
 from maxtext.model.matrices import matrices_of
 from maxtext.parallel.sharding import is_param
 from maxtext.train.schedule import learning_rate

@@ -51,6 +51,7 @@ MOE = {"model__d_ff": None, "model__moe__experts": 8, "model__moe__d_expert": 16
 GROUPS = {**MOE, "model__moe__groups": 4, "model__moe__group_top_k": 2}
 LATENT = {"model__latent__kv_rank": 16, "model__qk_norm": "none"}
 YARN = {"model__rope_scaling__kind": "yarn"}
+TWO_STAGES = {"mesh__pipeline": 2, "train__gradient_accumulation_steps": 2}
 PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": None, "data__pad_id": None}
 
 
@@ -373,6 +374,19 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_arithmetic(mes
      "or 8, or other mesh sizes"),
     ({**LATENT, "model__latent__q_rank": 14, "mesh__fsdp": 4}, 4, "mesh.fsdp",
      "model.latent.q_rank 14 is not divisible by mesh.fsdp 4 = 4 (14 = 4 x 3 + 2); change those sizes"),
+    ({"mesh__pipeline": 2}, 2, "train.gradient_accumulation_steps",
+     "train.gradient_accumulation_steps 1 is not a multiple of mesh.pipeline 2: the micro-batches of an update fill "
+     "the stages; set it to 2"),
+    ({**TWO_STAGES, "model__n_layers": 3}, 2, "mesh.pipeline",
+     "the 3 layers of model.n_layers repeat model.layer_pattern, of 1, 3 times, which mesh.pipeline 2 does not divide"),
+    ({**TWO_STAGES, "mesh__pipeline_rounds": 4}, 2, "mesh.pipeline",
+     "4 times, which mesh.pipeline 2 x mesh.pipeline_rounds 4 does not divide"),
+    ({"mesh__pipeline_rounds": 2}, 1, "mesh.pipeline_rounds",
+     "mesh.pipeline_rounds 2 needs stages, but mesh.pipeline is 1"),
+    ({**MOE, **TWO_STAGES, "model__moe__load_statistics": "batch"}, 2, "mesh.pipeline",
+     "model.moe.load_statistics batch counts over one micro-batch after another"),
+    ({**MOE, "mesh__context": 2, "model__moe__capacity_factor": 1.0}, 2, "mesh.context",
+     "model.moe.capacity_factor drops tokens in the order of the batch, which mesh.context 2 splits"),
     ({"data__sequence_length": 12, "mesh__context": 4}, 4, "mesh.context",
      "data.sequence_length 12 is not divisible by 2 x mesh.context 4 = 8 (12 = 8 x 1 + 4); change one of them"),
     ({"data__sequence_length": 16, "model__n_kv_heads": 2, "mesh__context": 8, "mesh__context_strategy": "ulysses"}, 8,
@@ -382,7 +396,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_arithmetic(mes
      "which mesh.data 2 x mesh.fsdp 2 = 4 does not divide"),
 ])
 def test_sizes_that_do_not_divide_over_the_mesh_are_named_with_both_keys(change, n_devices, key, message):
-    if {"mesh__tensor", "mesh__expert", "mesh__context"} & set(change):
+    if {"mesh__tensor", "mesh__expert", "mesh__context", "mesh__pipeline"} & set(change):
         change = {"mesh__fsdp": 1, **change}
     [(found_key, found)] = mesh_problems(changed(**change), n_devices)
     assert found_key == key

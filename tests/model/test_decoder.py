@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.config.layers import Layer, Segment, segments
 from maxtext.config.schema import Execution, RematConfig
-from maxtext.model.decoder import Layer, Segment, decoder_forward, decoder_params, init_decoder, leaf_names, segments
+from maxtext.model.decoder import decoder_forward, decoder_params, init_decoder, leaf_names
 from maxtext.parallel.sharding import is_param
 from tests.tiny import MESHES, mesh_of, random_batch, tiny_config, tiny_model
 
