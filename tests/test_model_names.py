@@ -1,4 +1,4 @@
-"""No branch on a model's name: code knows choices, and only the conversion tables know what families are called."""
+"""No branch on a model's name: code knows choices, and only tables of families and runs know what models are called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from maxtext.convert.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = "maxtext/convert/families"
+TABLES = ("maxtext/convert/families", "maxtext/plan/published")  # of families, and of runs that others published
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "maxtext").rglob("*.py"))
 # What the names of families begin with, without versions and kinds: qwen of qwen3_moe.
 STEMS = sorted({re.split(r"\d|_v|_moe|_text", name)[0] for name in FAMILIES})

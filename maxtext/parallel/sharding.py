@@ -16,9 +16,11 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "batch": ("data", "pipeline", "fsdp", "expert"),
     "sequence": ("context",),  # positions, inside a layer
     "residual": ("context", "tensor"),  # positions, between layers
-    "embed": ("pipeline", "fsdp", "expert", "context"),  # width of weights: sharded at rest, gathered for use
+    # Width of weights: sharded at rest, gathered for use. The pipeline comes last, so that one all-to-all over it sends
+    # a stage its layers.
+    "embed": ("fsdp", "expert", "context", "pipeline"),
     "expert": ("expert",),  # the experts of a routed layer
-    "expert_embed": ("pipeline", "fsdp", "context"),  # width of experts' weights: the experts take their other axis
+    "expert_embed": ("fsdp", "context", "pipeline"),  # width of experts' weights: the experts take their other axis
     "heads": ("tensor",),  # key/value heads, each with its group of query heads
     "mlp": ("tensor",),
     "vocab": ("tensor",),
