@@ -2,7 +2,7 @@
 
 The backward pass is written out: XLA's transpose of the slices is a sum of padded arrays, which cost a CPU more than
 the matmuls. It has the form of Dao et al. 2022, "FlashAttention", which needs no more of the forward pass than its
-output and the log of each softmax's sum; whether scores are kept or computed again is the compiler's choice.
+output and each softmax's peak and sum; whether scores are kept or computed again is the compiler's choice.
 
 Dims: B batch, T query position, S key position, K key/value head, G query heads of one key/value head, H head width,
 W width of a value, N = B K, Q = G T.
@@ -73,7 +73,7 @@ def _attention(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.A
 def _forward(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array, segments_BT: jax.Array | None,
              sinks_KG: jax.Array | None) -> tuple[jax.Array, tuple]:
     q_BKGTH, k_NTH, v_NTW = _by_head(q_BTKGH), _folded(k_BTKH), _folded(v_BTKW)
-    outputs, log_sums = [], []
+    outputs, peaks, sums = [], [], []
     for at in _ranges(q_BTKGH.shape[1], plan):
         scores_BKGTS = _scores(plan, at, q_BKGTH, k_NTH, segments_BT)
         peak_BKGT1 = scores_BKGTS.max(-1, keepdims=True)
@@ -86,16 +86,17 @@ def _forward(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Arr
             sum_BKGT1 += jnp.exp(sinks_KG11 - peak_BKGT1)
         out_NQW = _matmul(_rows(exp_BKGTS).astype(v_NTW.dtype), v_NTW[:, at.first : at.stop], 2, 1)
         outputs.append(out_NQW.reshape(*exp_BKGTS.shape[:-1], -1) / sum_BKGT1)  # W wide, so fewer divisions than of exp
-        log_sums.append(peak_BKGT1 + jnp.log(sum_BKGT1))
+        peaks.append(peak_BKGT1)
+        sums.append(sum_BKGT1)
     out_BTKGW = jnp.concatenate(outputs, axis=3).transpose(0, 3, 1, 2, 4).astype(v_BTKW.dtype)
     # Named as the model names the output: who keeps that keeps all that the backward pass needs besides q, k and v.
     out_BTKGW = checkpoint_name(out_BTKGW, "attention")
-    log_sum_BKGT1 = checkpoint_name(jnp.concatenate(log_sums, axis=3), "attention")
-    return out_BTKGW, (q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, out_BTKGW, log_sum_BKGT1)
+    norms = checkpoint_name((jnp.concatenate(peaks, axis=3), jnp.concatenate(sums, axis=3)), "attention")
+    return out_BTKGW, (q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, out_BTKGW, *norms)
 
 
 def _backward(plan: _Plan, saved: tuple, dout_BTKGW: jax.Array) -> tuple:
-    q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, out_BTKGW, log_sum_BKGT1 = saved
+    q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, out_BTKGW, peak_BKGT1, sum_BKGT1 = saved
     q_BKGTH, k_NTH, v_NTW, dout_BKGTW = _by_head(q_BTKGH), _folded(k_BTKH), _folded(v_BTKW), _by_head(dout_BTKGW)
     # The sum over keys of p * dp, by way of the output.
     mean_BTKG1 = (dout_BTKGW.astype(jnp.float32) * out_BTKGW.astype(jnp.float32)).sum(-1, keepdims=True)
@@ -104,7 +105,9 @@ def _backward(plan: _Plan, saved: tuple, dout_BTKGW: jax.Array) -> tuple:
     dq, dk, dv = [], [[] for _ in ranges], [[] for _ in ranges]
     for at in ranges:
         queries, keys = slice(at.start, at.stop), slice(at.first, at.stop)
-        probs_BKGTS = jnp.exp(_scores(plan, at, q_BKGTH, k_NTH, segments_BT) - log_sum_BKGT1[:, :, :, queries])
+        # Not exp(scores - log of the sum): the log's rounding would scale all of a row.
+        exp_BKGTS = jnp.exp(_scores(plan, at, q_BKGTH, k_NTH, segments_BT) - peak_BKGT1[:, :, :, queries])
+        probs_BKGTS = exp_BKGTS * (1 / sum_BKGT1[:, :, :, queries])
         dout_NQW, q_NQH = _rows(dout_BKGTW[:, :, :, queries]), _rows(q_BKGTH[:, :, :, queries])
         dprobs_BKGTS = _matmul(dout_NQW, v_NTW[:, keys], 2, 2).reshape(probs_BKGTS.shape)
         dscores_BKGTS = probs_BKGTS * (dprobs_BKGTS - mean_BKGT1[:, :, :, queries]) * plan.scale
@@ -116,7 +119,7 @@ def _backward(plan: _Plan, saved: tuple, dout_BTKGW: jax.Array) -> tuple:
                 sums[first // plan.block].append(part[:, first - at.first : first - at.first + plan.block])
     dsinks_KG = None
     if sinks_KG is not None:
-        share_BKGT1 = jnp.exp(sinks_KG.astype(jnp.float32)[:, :, None, None] - log_sum_BKGT1)
+        share_BKGT1 = jnp.exp(sinks_KG.astype(jnp.float32)[:, :, None, None] - peak_BKGT1) / sum_BKGT1
         dsinks_KG = -(share_BKGT1 * mean_BKGT1).sum((0, 3, 4)).astype(sinks_KG.dtype)
     return (jnp.concatenate(dq, axis=3).transpose(0, 3, 1, 2, 4).astype(q_BTKGH.dtype),
             _unfolded(dk, k_BTKH), _unfolded(dv, v_BTKW), None, dsinks_KG)

@@ -142,6 +142,9 @@ class Rows(NamedTuple):
     real_BT: jax.Array | None
 
 
+NO_ROWS = Rows(None, None, None)
+
+
 def make_rows(segments_BT: jax.Array | None, real_BT: jax.Array | None, order_T: np.ndarray | None = None) -> Rows:
     """Positions count anew in each document; all is given in the order of positions, and laid out as `order_T` says."""
     positions_BT = None
@@ -157,7 +160,8 @@ def row_positions(length: int, order_T: np.ndarray | None = None) -> jax.Array:
     return jax.sharding.reshard(jnp.asarray(order_T, jnp.int32), spec("sequence"))
 
 
-def make_context(cfg: ModelConfig, positions_T: jax.Array, rows: Rows = Rows(None, None, None)) -> Context:  # noqa: B008
+def make_context(cfg: ModelConfig, positions_T: jax.Array, rows: Rows = NO_ROWS) -> Context:
+    """What blocks share, from the positions of a row and what belongs to its tokens."""
     positions = positions_T if rows.positions_BT is None else rows.positions_BT
     return Context(rows.segments_BT, rows.real_BT, rope_tables(cfg, positions, window=True),
                    rope_tables(cfg, positions, window=False))

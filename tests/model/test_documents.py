@@ -37,7 +37,8 @@ def test_a_document_sees_only_itself(cfg):
     np.testing.assert_array_equal(packed[:, border:], changed[:, border:])
     assert not np.allclose(packed[:, :border], changed[:, :border])
     alone = hidden(cfg, tokens[:, border:], None)
-    np.testing.assert_allclose(packed[:, border:], alone, atol=2e-6)
+    # Sums over 16 and over 9 keys round differently: 1e-6 to 2e-6 in six batches, where values go up to 3.3.
+    np.testing.assert_allclose(packed[:, border:], alone, atol=1e-6 * np.abs(alone).max())
     unmasked, unmasked_changed = hidden(cfg, tokens, None), hidden(cfg, other, None)
     assert np.abs(unmasked[:, border:] - unmasked_changed[:, border:]).max() > 1e-3
 
