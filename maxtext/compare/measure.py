@@ -19,6 +19,7 @@ import numpy as np
 
 from maxtext.config.load import ConfigError, find_config, load
 from maxtext.config.schema import Config
+from maxtext.config.validate import AXES
 
 SEED, DOCUMENT = 0, 64  # of the batches; mean length of a document, in tokens
 
@@ -111,13 +112,6 @@ def _host(x: Any) -> np.ndarray:
     return array if array.dtype.kind in "fiu" and array.dtype.itemsize > 1 else array.astype(np.float32)
 
 
-def devices_of(cfg: Config) -> int:
-    """Virtual CPU devices that the config's mesh needs; an axis of -1 takes one."""
-    from maxtext.config.validate import AXES
-
-    return math.prod(max(1, getattr(cfg.mesh, axis)) for axis in AXES)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m maxtext.compare.measure")
     parser.add_argument("config")
@@ -131,8 +125,10 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+        # Not `least_devices`: the code of an older commit may not have it.
+        devices = math.prod(max(1, getattr(cfg.mesh, axis)) for axis in AXES)
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices_of(cfg)}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
     from maxtext.parallel.runtime import prepare_runtime
 
     prepare_runtime()

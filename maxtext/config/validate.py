@@ -83,6 +83,11 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
     raise ConfigError(f"{key}: {message}" for key, message in shape)
 
 
+def least_devices(mesh: MeshConfig) -> int:
+    """Devices that the sizes ask for; an axis of -1 takes one."""
+    return math.prod(max(1, getattr(mesh, axis)) for axis in AXES)
+
+
 def mesh_problems(cfg: Config, n_devices: int) -> list[Problem]:
     """Checks that the mesh fits the devices, and that heads, widths, vocabulary and batch divide over it.
 

@@ -27,7 +27,16 @@ from maxtext.convert.hf import Folder
 from maxtext.convert.mapping import layer_places, places
 from maxtext.convert.saved import Pieces, Saved
 from maxtext.convert.trace import Trace
-from maxtext.model.decoder import Block, Context, Decoder, block_forward, embed, make_context, row_positions
+from maxtext.model.decoder import (
+    Block,
+    Context,
+    Decoder,
+    block_forward,
+    embed,
+    make_context,
+    row_positions,
+    without_capacity,
+)
 from maxtext.model.layers import rms_norm
 from maxtext.parallel.mesh import AXES
 from maxtext.parallel.sharding import sharding, spec
@@ -79,11 +88,6 @@ def mesh_for(model: ModelConfig, rows: int) -> Mesh:
     ways = max(n for n in range(1, len(jax.devices()) + 1) if model.d_model % n == 0 and rows % n == 0)
     return Mesh(np.asarray(jax.devices()[:ways]).reshape([ways if axis == "fsdp" else 1 for axis in AXES]), AXES,
                 axis_types=(AxisType.Explicit,) * len(AXES))
-
-
-def without_capacity(model: ModelConfig) -> ModelConfig:
-    """The model when nothing is trained: no token is dropped for an expert's capacity."""
-    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, capacity_factor=None))
 
 
 def run_layers(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype) -> Trace:

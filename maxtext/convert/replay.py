@@ -21,11 +21,21 @@ from maxtext.config.schema import ModelConfig
 from maxtext.convert import ConvertError, diagnosis
 from maxtext.convert.families import family_for
 from maxtext.convert.mapping import Piece, Place, assemble, layer_places, pieces, places
-from maxtext.convert.parity import Limits, blocks, mesh_for, run_block, without_capacity
+from maxtext.convert.parity import Limits, blocks, mesh_for, run_block
 from maxtext.convert.saved import Saved
 from maxtext.convert.trace import EMBED, HEAD, LAYERS, NORM, Trace
 from maxtext.model.attention import Attention, attention
-from maxtext.model.decoder import Block, Context, Decoder, cast_block, embed, leaf_names, make_context, row_positions
+from maxtext.model.decoder import (
+    Block,
+    Context,
+    Decoder,
+    cast_block,
+    embed,
+    leaf_names,
+    make_context,
+    row_positions,
+    without_capacity,
+)
 from maxtext.model.latent import latent_attention
 from maxtext.model.layers import Mlp, mlp
 from maxtext.model.moe import moe

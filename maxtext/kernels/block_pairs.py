@@ -16,9 +16,8 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from maxtext.kernels.attention import MASKED
 from maxtext.parallel.collectives import vary, varying_axes
-
-MASKED = -1e30  # finite: exp of a difference to a real score is exactly 0
 
 
 class Queries(NamedTuple):
@@ -45,11 +44,11 @@ class State(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Of each query: gradient of what it read, logarithm of its softmax's sum, and the product of the gradient with
-    what it read."""
+    """Of each query: gradient of what it read, peak and sum of its softmax, and the gradient times what it read."""
 
     dy_NBKGTW: jax.Array
-    log_sum_NBKGT: jax.Array
+    peak_NBKGT: jax.Array
+    sum_NBKGT: jax.Array
     product_NBKGT: jax.Array
 
 
@@ -104,12 +103,12 @@ def _merge(one: State, other: State) -> State:
                  one.read_NBKGTW * fade[..., None] + other.read_NBKGTW * other_fade[..., None])
 
 
-def finish(state: State, sinks_KG: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What each query reads, (N, B, K, G, T, W), and the logarithm of its softmax's sum, (N, B, K, G, T), float32."""
+def finish(state: State, sinks_KG: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What each query reads, (N, B, K, G, T, W), and the peak and sum of its softmax, (N, B, K, G, T), float32."""
     if sinks_KG is not None:
         peak_NBKGT = jnp.broadcast_to(sinks_KG.astype(jnp.float32)[..., None], state.sum_NBKGT.shape)
         state = _merge(state, State(peak_NBKGT, jnp.ones_like(peak_NBKGT), jnp.zeros_like(state.read_NBKGTW)))
-    return state.read_NBKGTW / state.sum_NBKGT[..., None], state.peak_NBKGT + jnp.log(state.sum_NBKGT)
+    return state.read_NBKGTW / state.sum_NBKGT[..., None], state.peak_NBKGT, state.sum_NBKGT
 
 
 def gradients(dq_NBKGTH: jax.Array, queries: Queries, saved: Saved, keys: Keys, pairs_P4: jax.Array, kernel: Kernel,
@@ -149,7 +148,9 @@ class Plain:
 
     def gradients(self, query: Queries, saved: Saved, key: Keys,
                   pair_4: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        probs_BKGTS = jnp.exp(self._scores(query, key, pair_4) - saved.log_sum_NBKGT[..., None])
+        # Not exp(scores - log of the sum): the log's rounding would scale all of a row.
+        exp_BKGTS = jnp.exp(self._scores(query, key, pair_4) - saved.peak_NBKGT[..., None])
+        probs_BKGTS = exp_BKGTS * (1 / saved.sum_NBKGT[..., None])
         dprobs_BKGTS = jnp.einsum("bkgtw,bksw->bkgts", saved.dy_NBKGTW, key.v_NBKSW,
                                   preferred_element_type=jnp.float32)
         dscores_BKGTS = probs_BKGTS * (dprobs_BKGTS - saved.product_NBKGT[..., None]) * self.scale

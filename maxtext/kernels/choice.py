@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from maxtext.config.schema import Config
 from maxtext.kernels import cudnn
-from maxtext.kernels.grouped_matmul import BACKENDS
+from maxtext.kernels.grouped_matmul import default_backend
 
 
 class KernelError(ValueError):
@@ -87,6 +87,6 @@ def choose_grouped_matmul(wanted: str, platform: str) -> Choice:
                           "kernels.grouped_matmul=auto")
     if wanted != "auto":
         return Choice(wanted, "asked for")
-    kind = BACKENDS.get(platform, "ragged_dot")
+    kind = default_backend(platform)
     reasons = {"blocked": "plain JAX", "megablox": "the Pallas kernel of TPUs", "ragged_dot": "XLA's own"}
     return Choice(kind, reasons[kind])

@@ -139,19 +139,19 @@ def _forward(plan: _Plan, q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Arr
         state = _accumulate(state, queries, keys, _lots(plan, own_pairs(plan.layout)))
         if fetched is not None:
             state = _accumulate(state, queries, fetched, _lots(plan, plan.pairs(plan.layout)))
-    y_NBKGTW, log_sum_NBKGT = block_pairs.finish(state, sinks_KG)
+    y_NBKGTW, *norms = block_pairs.finish(state, sinks_KG)
     y_BTKGW = _from_blocks(plan.layout, y_NBKGTW.transpose(0, 1, 4, 2, 3, 5)).astype(v_BTKW.dtype)
     # Named as the result of attention is, so that a step that keeps the one need not compute the other again.
-    y_BTKGW, log_sum_NBKGT = checkpoint_name((y_BTKGW, log_sum_NBKGT), "attention")
-    return y_BTKGW, (q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, y_BTKGW, log_sum_NBKGT)
+    y_BTKGW, norms = checkpoint_name((y_BTKGW, norms), "attention")
+    return y_BTKGW, (q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, y_BTKGW, *norms)
 
 
 def _backward(plan: _Plan, saved: tuple, dy_BTKGW: jax.Array) -> tuple:
-    q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, y_BTKGW, log_sum_NBKGT = saved
+    q_BTKGH, k_BTKH, v_BTKW, segments_BT, sinks_KG, y_BTKGW, peak_NBKGT, sum_NBKGT = saved
     queries, keys = _to_blocks(plan, q_BTKGH, k_BTKH, v_BTKW, segments_BT)
     product_BTKG = (dy_BTKGW.astype(jnp.float32) * y_BTKGW).sum(-1)
     product_NBKGT = _blocks(plan.layout, product_BTKG).transpose(0, 1, 3, 4, 2)
-    rows = Saved(_blocks(plan.layout, dy_BTKGW).transpose(0, 1, 3, 4, 2, 5), log_sum_NBKGT, product_NBKGT)
+    rows = Saved(_blocks(plan.layout, dy_BTKGW).transpose(0, 1, 3, 4, 2, 5), peak_NBKGT, sum_NBKGT, product_NBKGT)
     zeros = vary(jnp.zeros(queries.q_NBKGTH.shape, jnp.float32), varying_axes(queries.q_NBKGTH))
     step = functools.partial(_gradients, queries, rows)
     if plan.ring:
@@ -169,7 +169,7 @@ def _backward(plan: _Plan, saved: tuple, dy_BTKGW: jax.Array) -> tuple:
                         for x, like in zip(dkv, (k_BTKH, v_BTKW), strict=True))
     dsinks_KG = None
     if sinks_KG is not None:
-        probs_NBKGT = jnp.exp(sinks_KG.astype(jnp.float32)[..., None] - log_sum_NBKGT)
+        probs_NBKGT = jnp.exp(sinks_KG.astype(jnp.float32)[..., None] - peak_NBKGT) / sum_NBKGT
         dsinks_KG = -(probs_NBKGT * product_NBKGT).sum((0, 1, 4)).astype(sinks_KG.dtype)
     return dq_BTKGH, dk_BTKH, dv_BTKW, None, dsinks_KG
 

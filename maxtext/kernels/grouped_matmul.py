@@ -23,6 +23,11 @@ BLOCK = 128  # rows of one matmul of the blocked back end
 TILES = (512, 1024, 1024)  # most rows, width in and width out of a step of megablox in bfloat16: 12 MiB of VMEM
 
 
+def default_backend(platform: str) -> Backend:
+    """The back end of a platform."""
+    return BACKENDS.get(platform, "ragged_dot")
+
+
 def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, backend: Backend | None = None) -> jax.Array:
     """Multiplies the first sizes[0] rows of x by w[0], the next sizes[1] by w[1], and so on.
 
@@ -35,7 +40,7 @@ def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, backen
     Returns:
       (M, N) in the dtype of x; sums are taken in float32. Differentiable in x and w.
     """
-    backend = backend or BACKENDS.get(platform(), "ragged_dot")
+    backend = backend or default_backend(platform())
     return _grouped(backend, *vary((x_MK, w_EKN, sizes_E), varying_axes(x_MK, w_EKN, sizes_E)))
 
 

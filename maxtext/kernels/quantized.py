@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from maxtext.config.quant_rules import INT8_PRODUCTS, MX_BLOCK
 from maxtext.config.schema import QuantConfig, QuantKind
+from maxtext.kernels.random_bits import GOLDEN, mixed
 from maxtext.parallel.collectives import platform, vary, varying_axes
 
 SMALLEST = 2.0**-126  # scale: the least normal float32
@@ -255,15 +256,9 @@ def _random_rounding(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
 
 
 def _hash(x: jax.Array, salt: int) -> jax.Array:
-    """32 random bits for each value, of its own bits and its place (the mixing steps of MurmurHash3, Appleby 2011)."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ jnp.uint32(salt * 0x9E3779B9 & 0xFFFFFFFF)
+    """32 random bits for each value, of its own bits and its place."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ jnp.uint32(salt * GOLDEN & 0xFFFFFFFF)
     for axis in range(x.ndim):
         place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=jax.typeof(x).sharding)
-        bits = _mixed(bits + place * jnp.uint32(0x9E3779B1))
+        bits = mixed(bits + place * jnp.uint32(0x9E3779B1))
     return bits
-
-
-def _mixed(bits: jax.Array) -> jax.Array:
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from maxtext.config.quant_rules import MX_BLOCK
 from maxtext.config.schema import QuantConfig
-from maxtext.kernels.grouped_matmul import BACKENDS, Backend, multiply, outer
+from maxtext.kernels.grouped_matmul import Backend, default_backend, multiply, outer
 from maxtext.kernels.quantized import (
     OF_DW,
     OF_DX,
@@ -39,7 +39,7 @@ def quantized_grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Arr
     Every back end multiplies the same eight-bit values. The blocked one sums int8 in int32; the others take values as
     bfloat16, which holds them exactly, and sum in float32.
     """
-    backend = backend or BACKENDS.get(platform(), "ragged_dot")
+    backend = backend or default_backend(platform())
     return _grouped(quant, backend, *vary((x_MK, w_EKN, sizes_E), varying_axes(x_MK, w_EKN, sizes_E)))
 
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.kernels.block_pairs import MASKED, Keys, Queries, Saved, State
+from maxtext.kernels.attention import MASKED
+from maxtext.kernels.block_pairs import Keys, Queries, Saved, State
 from maxtext.kernels.splash import BLOCKS, LANES, Blocks, flops_scope, kernel_of
 from maxtext.parallel.collectives import untyped
 
@@ -67,6 +68,7 @@ class SplashPair:
     def gradients(self, query: Queries, saved: Saved, key: Keys,
                   pair_4: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         del pair_4
+        log_sum_BKGT = saved.peak_NBKGT + jnp.log(saved.sum_NBKGT)
         q_BKGTH, v_BKSW = query.q_NBKGTH, key.v_NBKSW
         kernels, call, masks = self._kernel(q_BKGTH)
         sizes = call["block_sizes"]
@@ -89,7 +91,8 @@ class SplashPair:
             with flops_scope(self._pairs(q_BKGTH) * (4 * q_BKGTH.shape[-1] + 3 * v_BKSW.shape[-1])):
                 return jax.vmap(row)(*arrays)
 
-        grads = untyped(rows)(_heads(q_BKGTH), key.k_NBKSH, v_BKSW, _documents(query, key), *map(_heads, saved))
+        of_rows = map(_heads, (saved.dy_NBKGTW, log_sum_BKGT, saved.product_NBKGT))
+        grads = untyped(rows)(_heads(q_BKGTH), key.k_NBKSH, v_BKSW, _documents(query, key), *of_rows)
         dq, dk_BKSH, dv_BKSW = (x.astype(jnp.float32) for x in grads)
         return dq.reshape(q_BKGTH.shape), dk_BKSH, dv_BKSW
 

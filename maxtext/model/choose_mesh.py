@@ -100,7 +100,7 @@ def _meshes(cfg: Config, n_devices: int, network: Network) -> Iterator[dict[str,
     train, long = cfg.train, cfg.data.sequence_length >= LONG_SEQUENCE
     few = train.global_batch // train.gradient_accumulation_steps < n_devices
     tensors = [size for size in _divisors(n_devices) if size <= min(LARGEST_TENSOR, network.domain)]
-    contexts = _divisors(n_devices) if "context" in AXES and (long or few) else [1]
+    contexts = _divisors(n_devices) if long or few else [1]
     experts = [size for size in _divisors(n_devices) if size == 1 or not (cfg.model.moe.experts or 1) % size]
     for tensor, context, expert in itertools.product(tensors, contexts, experts):
         rest, left = divmod(n_devices, tensor * context * expert)

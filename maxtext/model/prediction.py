@@ -90,7 +90,7 @@ def predict(cfg: Config, sizes: Mapping[str, int], network: Network, repeats: in
     rate, optimizer = _memory_rate(chip), OPTIMIZER_BYTES * memory.weights / 4 / _memory_rate(chip)
     parts = tuple((one, network.seconds(one.kind, one.array, *spread(one.axes, sizes, network.domain), one.calls))
                   for one in exchanges(cfg, sizes))
-    stages, repeats = sizes.get("pipeline", 1), repeats or getattr(cfg.mesh, "pipeline_rounds", 1)
+    stages, repeats = sizes.get("pipeline", 1), repeats or cfg.mesh.pipeline_rounds
     made = Prediction(
         memory=memory, matmul=matmul / (efficiency * peak),
         attention=attention / (attention_efficiency(chip, cfg.model.head_width) * peak),
@@ -195,9 +195,7 @@ def _bytes_per_token(cfg: Config) -> float:
 
 def _weight_axes(dim: str) -> tuple[str, ...]:
     """The axes over which a width of weights is gathered; the stages of a pipeline hold layers of their own."""
-    rule = RULES[dim]
-    named = (rule,) if isinstance(rule, str) else rule or ()
-    return tuple(axis for axis in ("fsdp", "expert", "context") if axis in named or axis == "context")
+    return tuple(axis for axis in RULES[dim] if axis != "pipeline")
 
 
 def exchanges(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Exchange]:

@@ -59,11 +59,10 @@ def over_slices(devices: Sequence[jax.Device], shape: Sequence[int], slices: int
     sizes, left = dict(zip(AXES, shape, strict=True)), slices
     across = dict.fromkeys(AXES, 1)
     for axis in SLICED_AXES:
-        if axis in sizes:
-            across[axis] = math.gcd(sizes[axis], left)
-            left //= across[axis]
+        across[axis] = math.gcd(sizes[axis], left)
+        left //= across[axis]
     if left > 1:
-        named = " x ".join(f"mesh.{axis} {sizes[axis]}" for axis in SLICED_AXES if axis in sizes)
+        named = " x ".join(f"mesh.{axis} {sizes[axis]}" for axis in SLICED_AXES)
         raise MeshError(f"there are {slices} slices, and only {SLICED_AXES[0]} and {SLICED_AXES[1]} may span them, but "
                         f"{named} is not a multiple of {slices}; set mesh.data to a multiple of {slices}")
     inside = [size // across[axis] for axis, size in sizes.items()]

@@ -13,6 +13,7 @@ Dims: B rows of the batch, M micro-batches, b rows of one, S stages, V rounds, k
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +42,9 @@ def row_order(rows: int, micro_batches: int) -> np.ndarray:
 
     Micro-batch m holds the m-th run of rows, as it does without a pipeline.
     """
-    sizes = jax.sharding.get_abstract_mesh().shape
-    before = int(np.prod([sizes[axis] for axis in RULES["batch"][: RULES["batch"].index(AXIS)]]))
-    after = int(np.prod([sizes[axis] for axis in RULES["batch"][RULES["batch"].index(AXIS) + 1:]]))
+    sizes, axes = jax.sharding.get_abstract_mesh().shape, RULES["batch"]
+    before, after = (math.prod(sizes[axis] for axis in side)
+                     for side in (axes[: axes.index(AXIS)], axes[axes.index(AXIS) + 1:]))
     by_place = np.arange(rows).reshape(sizes[AXIS], micro_batches // sizes[AXIS], before, after, -1)
     return by_place.transpose(2, 0, 3, 1, 4).ravel()
 

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from maxtext.config.load import ConfigError, find_config, load
 from maxtext.config.reason import placed
 from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
-from maxtext.config.validate import AXES, mesh_problems
+from maxtext.config.validate import least_devices, mesh_problems
 from maxtext.plan.topology import (
     PlanError,
     Target,
@@ -43,7 +42,7 @@ def run(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         cfg = load(find_config(args.config), args.overrides)
-        target = read_target(args.topology or _local(cfg), args.slices)
+        target = read_target(args.topology or f"cpu:{least_devices(cfg.mesh)}", args.slices)
         stay_on_cpu()
         why: tuple[str, ...] = ()
         if cfg.mesh.auto:
@@ -110,11 +109,6 @@ def _check_options(args: argparse.Namespace, target: Target) -> None:
         raise PlanError("--limit and --scale take 1 or more")
     if args.scale is not None and target.chip is None:
         raise PlanError(f"--scale: nothing is published of {target.name}; give the --topology of a TPU or GPU")
-
-
-def _local(cfg: Config) -> str:
-    """Virtual CPU devices for the config's own mesh; an axis of -1 takes one."""
-    return f"cpu:{math.prod(max(1, getattr(cfg.mesh, axis)) for axis in AXES)}"
 
 
 def _answer(cfg: Config, target: Target, args: argparse.Namespace, why: tuple[str, ...]) -> int:

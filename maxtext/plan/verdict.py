@@ -67,7 +67,7 @@ def _changes(cfg: Config, n_devices: int) -> Iterator[tuple[tuple[str, ...], Con
         yield from _meshes(cfg, n_devices, {"fsdp": sizes["fsdp"] // 2, "context": 2})
     if cfg.optim.moments_dtype == "float32":
         yield ("optim.moments_dtype=bfloat16",), _with_optim(cfg, moments_dtype="bfloat16")
-    if getattr(cfg.optim, "offload", "host") == "none":
+    if cfg.optim.offload == "none":
         yield ("optim.offload=host",), _with_optim(cfg, offload="host")
     for count in range(train.gradient_accumulation_steps + 1, train.global_batch + 1):
         changed = _with_train(cfg, gradient_accumulation_steps=count)

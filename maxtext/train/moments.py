@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.config.optimizer import StateDtype
-
-_GOLDEN = 0x9E3779B9
+from maxtext.kernels.random_bits import GOLDEN, mixed
 
 
 def stored(x: jax.Array, dtype: StateDtype, step: jax.Array, leaf: int) -> jax.Array:
@@ -26,8 +25,8 @@ def stored(x: jax.Array, dtype: StateDtype, step: jax.Array, leaf: int) -> jax.A
         return x
     low = jnp.uint32(0xFFFF)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    seed = _mix(_mix(step.astype(jnp.uint32)) + jnp.uint32(leaf * _GOLDEN % 2**32))
-    up = bits + (_mix(_position(x.shape) ^ seed) & low)  # a carry out of the low half rounds away from zero
+    seed = mixed(mixed(step.astype(jnp.uint32)) + jnp.uint32(leaf * GOLDEN % 2**32))
+    up = bits + (mixed(_position(x.shape) ^ seed) & low)  # a carry out of the low half rounds away from zero
     rounded = jax.lax.bitcast_convert_type(up & ~low, jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
@@ -39,10 +38,3 @@ def _position(shape: tuple[int, ...]) -> jax.Array:
         position += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % 2**32)
         stride *= shape[dim]
     return position
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """MurmurHash3's finalizer (Appleby, public domain): every bit of the result depends on every bit of `x`."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)

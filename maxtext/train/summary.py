@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from maxtext.config.layers import Layer, segments
 from maxtext.config.schema import Config, ModelConfig
+from maxtext.config.validate import SPECIAL_AXES
 from maxtext.kernels.choice import choose_attention, choose_grouped_matmul, problem_of
 from maxtext.model.cost import count_non_embedding, count_params, flops_per_token, memory_per_device, state_bytes
 from maxtext.model.decoder import decoder_params
@@ -141,8 +142,7 @@ def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str, why_mesh:
     memory = memory_per_device(cfg, dict(mesh_shape))
     parts = ("weights", "moments", "gradients", "activations", "logits")
     split = ", ".join(f"{part} {_bytes(getattr(memory, part))}" for part in parts)
-    plain = ("data", "fsdp", "tensor")
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh_shape.items() if axis in plain or size > 1)
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh_shape.items() if axis not in SPECIAL_AXES or size > 1)
     every = "only at the end" if cfg.checkpoint.every is None else f"every {cfg.checkpoint.every:,} updates"
     kept = "all kept" if cfg.checkpoint.keep_last is None else f"last {cfg.checkpoint.keep_last} kept"
     return [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import pytest
 from jax.sharding import Mesh
 
 from maxtext.config.schema import Config, MeshConfig, ModelConfig, RematConfig
+from maxtext.model.decoder import abstract_decoder, run_decoder
 from maxtext.train.step import batch_gradient
 from tests.convert.tiny_families import NAMES
 from tests.generate.families import random_weights
@@ -118,3 +120,28 @@ def test_a_family_has_the_numbers_of_one_device(name, kind):
         assert np.linalg.norm(ours - theirs) <= 1e-5 * max(np.linalg.norm(theirs), 1e-6)
 
     jax.tree.map(close, (grads, stats), (one_grads, one_stats))
+
+
+@pytest.mark.parametrize(("kind", "collectives"), [
+    ("all_gather", {("all_gather", "context")}),
+    ("ring", {("ppermute", "context")}),
+    ("ulysses", {("all_to_all", "context")}),
+    ("pipeline", {("ppermute", "pipeline"), ("all_to_all", "pipeline")}),
+])
+def test_the_axes_share_the_work_and_not_only_the_weights(kind, collectives):
+    """The numbers above would be right too if all devices of an axis did the same."""
+    cfg, mesh = config_for("llama", kind), mesh_of(KINDS[kind].shape, **KINDS[kind].others)
+    with jax.set_mesh(mesh):
+        params, batch = abstract_decoder(cfg.model, mesh), place(random_batch(cfg), mesh)
+        traced = str(jax.make_jaxpr(lambda p: batch_gradient(cfg, p, batch, batch.weights_BT.sum()))(params))
+    found = set(re.findall(r"(all_gather|all_to_all|ppermute)\[[^\]]*?axis_name=\(?'?(\w+)", traced))
+    assert collectives <= found
+
+
+def test_between_layers_the_tensor_axis_splits_positions():
+    cfg, mesh = config_for("llama", "fsdp 4, tensor 2"), mesh_of((1, 4, 2))
+    with jax.set_mesh(mesh):
+        params, batch = abstract_decoder(cfg.model, mesh), place(random_batch(cfg), mesh)
+        made = jax.make_jaxpr(lambda p: run_decoder(p, batch.tokens_BT, cfg.model, cfg.execution)[0])(params)
+    [scan] = [eqn for eqn in made.eqns if eqn.primitive.name == "scan"]
+    assert scan.outvars[0].aval.sharding.spec[1] == "tensor"
