@@ -28,6 +28,7 @@ REMAT_PRESETS: dict[str, tuple[tuple[RematName, ...], tuple[RematName, ...]]] = 
     "balanced": (("qkv", "attention", "attention_out", "mlp_out"), ()),
     "offload": ((), ("block", "qkv", "attention", "attention_out", "mlp_out")),
 }
+ElasticPolicy = Literal["resize", "pause"]
 ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
 QuantKind = Literal["none", "int8", "fp8", "mxfp8"]
 QuantPart = Literal["dense", "experts"]
@@ -269,6 +270,22 @@ class CheckpointConfig:
     asynchronous: bool = field("Write in the background while training goes on.", True,
                                also=("async", "async_checkpointing"))
     save_at_start: bool = field("Also save the initial weights as step 0.", False)
+    snapshot_every: int = field("Elastic runs: updates between copies of the state in the hosts' memory, from which "
+                                "the workers that are left go on.", 10, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticConfig:
+    """What `maxtext launch` does when workers die, hang or come back."""
+
+    policy: ElasticPolicy = field("resize = go on at once with the workers that are left; pause = wait for "
+                                  "replacements first, up to pause_seconds.", "resize")
+    pause_seconds: float = field("pause only: how long to wait for replacements before going on without them.", 300.0,
+                                 minimum=0)
+    hang_seconds: float = field("A worker that answers nobody, or is stuck in an update, for this long is replaced; an "
+                                "update may always take three times as long as the longest before.", 30.0, above=0)
+    regroups_per_hour: int = field("Changes of members after which the run stops, as a temporary failure (exit code "
+                                   "75).", 20, also=("max_restarts",), minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +357,7 @@ class Config:
     kernels: KernelConfig = field("Implementations.", KernelConfig)
     quant: QuantConfig = field("Matmuls in eight bits.", QuantConfig)
     checkpoint: CheckpointConfig = field("Checkpoints.", CheckpointConfig)
+    elastic: ElasticConfig = field("Loss and return of workers.", ElasticConfig)
     eval: EvalConfig = field("Held-out evaluation.", EvalConfig)
     generate: GenerateConfig = field("Samples while training.", GenerateConfig)
     log: LogConfig = field("Logs.", LogConfig)

@@ -14,7 +14,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,15 +33,15 @@ from maxtext.model.cost import count_params, flops_per_token, peak_flops
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.network import network_of
 from maxtext.parallel.sharding import sharding
+from maxtext.train.attendance import Attendance, MembersChanged
 from maxtext.train.console import Console, host_memory_gib
 from maxtext.train.expert_loads import ExpertLoads
-from maxtext.train.lock import run_lock
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
 from maxtext.train.state import TrainState, abstract_state, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
-from maxtext.train.stop import Stopper, Votes
+from maxtext.train.stop import MEMBERS, Votes
 from maxtext.train.summary import kernels_in_use, start_summary
 from maxtext.train.warm_start import warm_start
 
@@ -60,7 +61,8 @@ class Outcome:
     trained: bool = True  # False: it was complete before, and nothing was done
 
 
-def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[jax.Device] | None = None) -> Outcome:
+def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[jax.Device] | None = None,
+          attendance: Attendance | None = None) -> Outcome:
     """Trains to the last update, or until the time budget is spent or SIGTERM or SIGINT arrives.
 
     A run directory that holds a checkpoint is continued from the newest good one; a complete run is left as it is.
@@ -69,28 +71,33 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
       cfg: the run.
       origins: where each value came from, for the config that is written into the run directory.
       devices: to train on; all by default.
+      attendance: how the run waits; None: it blocks, as a plain run does.
 
     Raises:
       DataError, TaskError, MeshError, CheckpointError, ResumeError: for what is wrong with data, tasks, devices or
         saved state.
       RunInUseError: another process is training in the same run directory.
       TrainingError: when a loss is not finite, or a gradient whose update was not skipped.
+      MembersChanged: of an elastic run, which another attempt continues.
     """
+    attendance = attendance or Attendance()
     with ExitStack() as held:
         def lock() -> int:
-            held.enter_context(run_lock(cfg.run_dir))
+            held.enter_context(attendance.lock(cfg.run_dir))
             return 0
 
         from_process_0(lock)
-        return _train(cfg, origins, devices)
+        return _train(cfg, origins, devices, attendance)
 
 
-def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.Device] | None) -> Outcome:
-    started, clock = time.monotonic(), Clock()
+def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.Device] | None,
+           attendance: Attendance) -> Outcome:
+    started, clock = time.monotonic(), Clock(attendance.phase)
     console = Console(primary=jax.process_index() == 0)
     config_text = to_yaml(cfg, origins)
     check_files(cfg)
     checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text)
+    attendance.opened(checkpoints)
     newest = from_process_0(lambda: -1 if (latest := checkpoints.latest()) is None else latest)
     if newest >= 0:
         check_same_run(cfg, checkpoints.config_text(newest), newest, console.note)
@@ -102,8 +109,8 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     cfg, why_mesh = settled(cfg, len(devices), network_of(devices))
     mesh = make_mesh(cfg, devices)
     kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
-    with Stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
-        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, console, clock, why_mesh)
+    with attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
+        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, newest, console, clock, attendance, why_mesh)
         try:
             return run.loop(Votes(stopper, mesh))
         finally:
@@ -114,12 +121,16 @@ class Run:
     """The live objects of a run, and the few things that are done with them between updates."""
 
     def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
-                 console: Console, clock: Clock, why_mesh: Sequence[str] = ()) -> None:
+                 newest: int, console: Console, clock: Clock, attendance: Attendance,
+                 why_mesh: Sequence[str] = ()) -> None:
         """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
         self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, clock
+        self.attendance = attendance
         self.batches = make_batches(cfg, data, sharding(mesh, "batch", None))
         self.step, self.record = 0, Record()
-        restored = checkpoints.restore(abstract_state(cfg, mesh))
+        with attendance.phase("restore"):
+            abstract = abstract_state(cfg, mesh)
+            restored = attendance.restore(abstract, newest) or checkpoints.restore(abstract)
         if restored is None:
             check_new_run(cfg)
             self.state: TrainState = init_state(cfg)
@@ -141,8 +152,9 @@ class Run:
                 file.write(config_text)
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=primary)
         self.loads = ExpertLoads(cfg.run_dir, cfg, resume_step=kept, primary=primary)
-        described = self.batches.describe()
-        console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, described, data.eval_sets, why_mesh))
+        if attendance.first:
+            described = self.batches.describe()
+            console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, described, data.eval_sets, why_mesh))
 
     def loop(self, votes: Votes) -> Outcome:
         cfg, self.votes = self.cfg, votes
@@ -151,18 +163,23 @@ class Run:
         unread: tuple[int, StepMetrics, float] | None = None
         stopped_by = votes.reason()
         while step_fn is not None and self.step < cfg.train.steps and not stopped_by:
-            batch = next(self.batches)
+            self.attendance.check()
+            with self.attendance.phase("data"):
+                batch = next(self.batches)
             self.state, metrics = step_fn(self.state, batch, *votes.cast())
             self.step += 1
+            self.attendance.progress(self.step)
             previous, unread = unread, (self.step, metrics, self.batches.last_wait_seconds)
             if previous is not None:
                 self._write(previous[0], self._read(*previous))
             stopped_by = votes.reason()
             save, evaluate = self._due(cfg.checkpoint.every), self._due(cfg.eval.every, cfg.eval.at_end)
-            sample = self._samples_due(evaluate)
-            if save or evaluate or sample or stopped_by:
+            sample, leave = self._samples_due(evaluate), stopped_by == MEMBERS
+            snapshot = leave or self.attendance.snapshot_due(cfg, self.step)
+            if save or evaluate or sample or snapshot or stopped_by:
                 self.record, unread = self._read(*unread), None
-                if save or stopped_by:
+                kept = snapshot and self._snapshot(wait=leave)
+                if save or (stopped_by and not (leave and kept)):
                     self._save(wait=bool(stopped_by))
                 if evaluate:
                     self.record |= self._evaluate()
@@ -174,6 +191,8 @@ class Run:
                 finally:
                     self._write(self.step, self.record)
         self.checkpoints.wait()
+        if stopped_by == MEMBERS:
+            raise MembersChanged
         if stopped_by and self.step < cfg.train.steps:
             self.console.note(f"stopped by {stopped_by} after update {self.step} of {cfg.train.steps}; all is saved, "
                               f"and the same command continues from there")
@@ -218,7 +237,7 @@ class Run:
 
     def _read(self, step: int, metrics: StepMetrics, wait_seconds: float) -> Record:
         """Waits for an update and turns its metrics into OLMo-core's names."""
-        read = jax.device_get(metrics)
+        read = self.attendance.fetch(metrics)
         router = read.pop("router", None)
         self.votes.hear(read.pop("vote", np.int32(0)).item())
         values = {name: value.item() for name, value in read.items()}
@@ -240,11 +259,18 @@ class Run:
                 f"update {step}, or go back by removing the newest checkpoints in {self.cfg.run_dir}/checkpoints.")
 
     def _save(self, wait: bool) -> None:
+        self.attendance.check()
         with self.clock.apart("checkpoint"):
-            extra = {"data": self.batches.get_state(), "record": self.record, "seed": self.cfg.seed}
-            self.checkpoints.save(self.step, self.state, extra)
+            self.checkpoints.save(self.step, self.state, self._extra())
         if wait:
             self._wait()
+
+    def _extra(self) -> dict[str, Any]:
+        return {"data": self.batches.get_state(), "record": self.record, "seed": self.cfg.seed}
+
+    def _snapshot(self, wait: bool) -> bool:
+        with self.clock.apart("snapshot"):
+            return self.attendance.snapshot(self.step, self.state, self._extra(), wait)
 
     def _wait(self) -> None:
         with self.clock.apart("checkpoint"):
@@ -267,6 +293,7 @@ class Run:
                 self.console.sample(self.step, one.prompt, one.text)
 
     def _write(self, step: int, record: Record) -> None:
+        self.attendance.check()
         self.writer.write(step, record | self.clock.take_apart())
         if "train/CE loss" in record and (step % self.cfg.log.every == 0 or step == self.cfg.train.steps):
             self.console.step(step, self.cfg.train.steps, record)
@@ -275,7 +302,9 @@ class Run:
 class Clock:
     """Seconds of each update, with start, compilation, evaluation and saving counted apart: each second once."""
 
-    def __init__(self) -> None:
+    def __init__(self, phase: Callable[[str], AbstractContextManager[None]] = nullcontext) -> None:
+        """`phase` is entered with the name of what is counted apart."""
+        self._phase = phase
         self._mark = time.perf_counter()
         self._apart: dict[str, float] = {}
 
@@ -284,7 +313,8 @@ class Clock:
         """Counts what runs inside under `name` and not as part of an update."""
         began = time.perf_counter()
         try:
-            yield
+            with self._phase(name):
+                yield
         finally:
             spent = time.perf_counter() - began
             self._mark += spent

@@ -16,6 +16,9 @@ from maxtext.parallel.mesh import batch_devices
 from maxtext.parallel.sharding import sharding
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MEMBERS = "a change of members"  # of an elastic run: it goes on at once, in another attempt
+# What processes vote, the largest wins: nothing, new members, a signal's number (from 2 on), a spent time budget.
+_GO_ON, _MEMBERS, _BUDGET = 0, 1, 100
 
 
 class Stopper:
@@ -90,11 +93,14 @@ class Votes:
             return self._stopper.reason()
         if not self._heard:
             return None
-        return "a time budget (train.max_seconds)" if self._heard == 1 else signal.Signals(self._heard).name
+        named = {_MEMBERS: MEMBERS, _BUDGET: "a time budget (train.max_seconds)"}
+        return named.get(self._heard) or signal.Signals(self._heard).name
 
     def _code(self) -> int:
-        """0: go on; 1: the time budget is spent; otherwise the number of a signal, all of which are above 1."""
-        if self._stopper.reason() is None:
-            return 0
+        reason = self._stopper.reason()
+        if reason is None:
+            return _GO_ON
+        if reason == MEMBERS:
+            return _MEMBERS
         received = self._stopper.received
-        return 1 if received is None else int(received)
+        return _BUDGET if received is None else int(received)
