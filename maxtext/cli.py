@@ -124,7 +124,7 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
 
     prepare_runtime()
     try:
-        join_processes()
+        found = join_processes()
     except LaunchError as error:
         return _mistake(error)
     import jax
@@ -139,7 +139,7 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
     from maxtext.train.resume import ResumeError
 
     try:
-        outcome = train(cfg, origins)
+        outcome = train(cfg, origins, found=found)
     except (DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError) as error:
         return _mistake(error)
     except TrainingError as error:

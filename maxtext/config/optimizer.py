@@ -66,6 +66,9 @@ class OptimConfig:
         "Where moments lie between updates: none = on the devices, host = in the hosts' memory, auto = host where the "
         "devices have memory of their own and can reach the host's.", "none",
         also=("offload_optimizer", "optimizer_memory_host_offload"))
+    offload_weights: Offload = field(
+        "Where the float32 weights lie, likewise; during an update the devices then hold a copy in "
+        "train.compute_dtype.", "none", also=("offload_params", "parameter_memory_host_offload"))
     step_increment_bugfix: bool = field("False reproduces the reference's old bias correction, frozen at step 1.", True)
 
     @property

@@ -135,7 +135,8 @@ def memory_per_device(cfg: Config, mesh_shape: dict[str, int]) -> Memory:
     per_token += kept if stages == 1 else kept * cfg.train.gradient_accumulation_steps // stages
     chunk = min(cfg.train.loss_chunk_tokens, tokens)
     return Memory(
-        weights=sharded,
+        # In the host's memory: what is held while they are used is a copy in the compute type.
+        weights=sharded if cfg.optim.offload_weights != "host" else sharded * width // 4,
         moments=0 if cfg.optim.offload == "host" else _moments(cfg, mesh_shape),
         gradients=sharded * (2 if cfg.train.gradient_accumulation_steps > 1 else 1),
         activations=tokens * per_token * width,

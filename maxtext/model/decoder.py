@@ -35,6 +35,8 @@ from maxtext.parallel.pipeline import run_pipeline, stages
 from maxtext.parallel.positions import join, layout, positions_dim, share, split, unshare
 from maxtext.parallel.sharding import Param, is_param, per_device, sharding, spec
 
+FLOAT32_WEIGHTS = ("router", "router_bias", "selection_bias")  # of `Moe`: used in float32 whatever the compute dtype
+
 Branch = Literal["attention", "mlp"]
 
 
@@ -213,8 +215,7 @@ def cast_block(p: Block, dtype: jnp.dtype) -> Block:
     cast = jax.tree.map(lambda w: w.astype(dtype), p)
     if isinstance(p.mlp, Mlp):
         return cast
-    return cast.replace(mlp=cast.mlp.replace(router=p.mlp.router, router_bias=p.mlp.router_bias,
-                                             selection_bias=p.mlp.selection_bias))
+    return cast.replace(mlp=cast.mlp.replace(**{name: getattr(p.mlp, name) for name in FLOAT32_WEIGHTS}))
 
 
 def norm_in(p: Block, x_BTD: jax.Array, branch: Branch, cfg: ModelConfig) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from maxtext.config.optimizer import Offload
@@ -43,6 +44,11 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind(HOST)
 
 
+def on_devices(tree: Any) -> Any:
+    """Arrays (not traced) with the same layout in the devices' own memory; those that lie there are not copied."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), tree)
+
+
 def lies_on_host(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
@@ -50,6 +56,32 @@ def lies_on_host(x: jax.Array) -> bool:
 def to_device(tree: Any) -> Any:
     """The arrays of a tree on the devices, where they can be computed with."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if lies_on_host(x) else x, tree)
+
+
+def working_copy(tree: Any, dtype: jnp.dtype) -> Any:
+    """The arrays of a tree ready to compute with: of those that lie on the host, a copy of type `dtype` on the devices.
+
+    Each is cast before the next but one sets out, so that few are on the devices in their own type at one time.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    done: list[jax.Array] = []
+    for i, x in enumerate(leaves):
+        if lies_on_host(x):
+            x, *_ = jax.lax.optimization_barrier((x, *done[-2:-1]))
+            leaves[i] = to_device(x).astype(dtype)
+            done.append(leaves[i])
+    return treedef.unflatten(leaves)
+
+
+def add(tree: Any, changes: Any) -> Any:
+    """The arrays of a tree plus changes that lie on the devices; the sums lie where the arrays do."""
+    def one(x: jax.Array, change: jax.Array) -> jax.Array:
+        if not lies_on_host(x):
+            return x + change
+        here, change = jax.lax.optimization_barrier((x, change))  # no sooner than its change is known
+        return jax.device_put(to_device(here) + change, jax.memory.Space.Host)
+
+    return jax.tree.map(one, tree, changes)
 
 
 def back(tree: Any, like: Any) -> Any:

@@ -69,6 +69,8 @@ def _changes(cfg: Config, n_devices: int) -> Iterator[tuple[tuple[str, ...], Con
         yield ("optim.moments_dtype=bfloat16",), _with_optim(cfg, moments_dtype="bfloat16")
     if cfg.optim.offload == "none":
         yield ("optim.offload=host",), _with_optim(cfg, offload="host")
+    if cfg.optim.offload_weights == "none" and cfg.train.compute_dtype != "float32":
+        yield ("optim.offload_weights=host",), _with_optim(cfg, offload_weights="host")
     for count in range(train.gradient_accumulation_steps + 1, train.global_batch + 1):
         changed = _with_train(cfg, gradient_accumulation_steps=count)
         if not train.global_batch % count and not mesh_problems(changed, n_devices):

@@ -30,6 +30,8 @@ from maxtext.data.tokens import ResolvedData, resolve
 from maxtext.eval.evaluations import Evaluations
 from maxtext.model.choose_mesh import settled
 from maxtext.model.cost import count_params, flops_per_token, peak_flops
+from maxtext.parallel.host_memory import on_devices
+from maxtext.parallel.launch import describe
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.network import network_of
 from maxtext.parallel.sharding import sharding
@@ -62,7 +64,7 @@ class Outcome:
 
 
 def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[jax.Device] | None = None,
-          attendance: Attendance | None = None) -> Outcome:
+          attendance: Attendance | None = None, found: str | None = None) -> Outcome:
     """Trains to the last update, or until the time budget is spent or SIGTERM or SIGINT arrives.
 
     A run directory that holds a checkpoint is continued from the newest good one; a complete run is left as it is.
@@ -72,6 +74,7 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
       origins: where each value came from, for the config that is written into the run directory.
       devices: to train on; all by default.
       attendance: how the run waits; None: it blocks, as a plain run does.
+      found: how the processes of the job found each other, for the start-up table.
 
     Raises:
       DataError, TaskError, MeshError, CheckpointError, ResumeError: for what is wrong with data, tasks, devices or
@@ -87,11 +90,11 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
             return 0
 
         from_process_0(lock)
-        return _train(cfg, origins, devices, attendance)
+        return _train(cfg, origins, devices, attendance, found)
 
 
 def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.Device] | None,
-           attendance: Attendance) -> Outcome:
+           attendance: Attendance, found: str | None) -> Outcome:
     started, clock = time.monotonic(), Clock(attendance.phase)
     console = Console(primary=jax.process_index() == 0)
     config_text = to_yaml(cfg, origins)
@@ -110,7 +113,8 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     mesh = make_mesh(cfg, devices)
     kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
     with attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
-        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, newest, console, clock, attendance, why_mesh)
+        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, newest, console, clock, attendance, why_mesh,
+                  found)
         try:
             return run.loop(Votes(stopper, mesh))
         finally:
@@ -122,7 +126,7 @@ class Run:
 
     def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
                  newest: int, console: Console, clock: Clock, attendance: Attendance,
-                 why_mesh: Sequence[str] = ()) -> None:
+                 why_mesh: Sequence[str] = (), found: str | None = None) -> None:
         """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
         self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, clock
         self.attendance = attendance
@@ -152,9 +156,10 @@ class Run:
                 file.write(config_text)
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=primary)
         self.loads = ExpertLoads(cfg.run_dir, cfg, resume_step=kept, primary=primary)
+        processes = [] if found is None else [("processes", describe(found))]
         if attendance.first:
-            described = self.batches.describe()
-            console.table(f"Run {cfg.run_name}", start_summary(cfg, mesh, described, data.eval_sets, why_mesh))
+            rows = start_summary(cfg, mesh, self.batches.describe(), data.eval_sets, why_mesh)
+            console.table(f"Run {cfg.run_name}", processes + rows)
 
     def loop(self, votes: Votes) -> Outcome:
         cfg, self.votes = self.cfg, votes
@@ -281,7 +286,7 @@ class Run:
             return Record()
         with self.clock.apart("eval"):
             began = time.perf_counter()
-            scores = self.evaluate(self.state.params)
+            scores = self.evaluate(on_devices(self.state.params))
         seconds = time.perf_counter() - began
         self.console.evaluation(self.step, scores, seconds)
         return scores | {"throughput/in-loop eval time (s)": seconds}
@@ -289,7 +294,7 @@ class Run:
     def _sample(self) -> None:
         assert self.samples is not None
         with self.clock.apart("samples"):
-            for one in self.samples(self.step, self.state.params):
+            for one in self.samples(self.step, on_devices(self.state.params)):
                 self.console.sample(self.step, one.prompt, one.text)
 
     def _write(self, step: int, record: Record) -> None:

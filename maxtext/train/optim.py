@@ -157,14 +157,14 @@ class _Leaf(NamedTuple):
 
 
 def _fetched(leaf: _Leaf, after: list[jax.Array]) -> _Leaf:
-    """The leaf with moments on the devices; those that lie on the host set out when `after` has been computed.
+    """The leaf with weights and moments on the devices; what lies on the host sets out when `after` has been computed.
 
     So few of them are on the devices at one time; left to itself the compiler fetches all of them at once.
     """
-    if not lies_on_host(leaf.m):
+    if not lies_on_host(leaf.m) and not lies_on_host(leaf.p):
         return leaf
-    m, v, *_ = jax.lax.optimization_barrier((leaf.m, leaf.v, *after))
-    return leaf._replace(m=to_device(m), v=to_device(v))
+    p, m, v, *_ = jax.lax.optimization_barrier((leaf.p, leaf.m, leaf.v, *after))
+    return leaf._replace(p=to_device(p), m=to_device(m), v=to_device(v))
 
 
 @dataclasses.dataclass(frozen=True)

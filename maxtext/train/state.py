@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.config.schema import Config
-from maxtext.model.decoder import Decoder, decoder_params, init_decoder, leaf_names
+from maxtext.model.decoder import FLOAT32_WEIGHTS, Decoder, decoder_params, init_decoder, leaf_names
 from maxtext.model.matrices import matrices_of
 from maxtext.parallel.host_memory import offloads, on_host
 from maxtext.parallel.sharding import is_param
@@ -38,10 +38,7 @@ def optimizer_of(cfg: Config) -> optax.GradientTransformationExtraArgs:
 
 def init_state(cfg: Config) -> TrainState:
     """The state before the first update, on the current mesh; a pure function of the config's seed."""
-    state = _initial(cfg)
-    if _offloads(cfg, jax.sharding.get_mesh()):
-        return _with_moments(state, lambda x: jax.device_put(x, on_host(x.sharding)))
-    return state
+    return _placed(cfg, _initial(cfg), jax.sharding.get_mesh(), lambda x: jax.device_put(x, on_host(x.sharding)))
 
 
 def _initial(cfg: Config) -> TrainState:
@@ -58,20 +55,22 @@ def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, _spec(x))), shapes
     )
-    if _offloads(cfg, mesh):
-        return _with_moments(state, lambda x: x.update(sharding=on_host(x.sharding)))
+    return _placed(cfg, state, mesh, lambda x: x.update(sharding=on_host(x.sharding)))
+
+
+def _placed(cfg: Config, state: TrainState, mesh: Mesh, move: Callable[[Any], Any]) -> TrainState:
+    """The state with `move` applied to what lies in the host's memory."""
+    if mesh.empty:
+        return state
+    device = mesh.devices.flat[0]
+    if offloads(cfg.optim.offload, device, "optim.offload"):
+        moments = {name: jax.tree.map(move, getattr(state.optimizer, name)) for name in ("mu", "nu")}
+        state = state.replace(optimizer=state.optimizer._replace(**moments))
+    if offloads(cfg.optim.offload_weights, device, "optim.offload_weights"):
+        names = leaf_names(state.params)
+        state = state.replace(params=jax.tree.map(
+            lambda x, name: x if name.rpartition(".")[2] in FLOAT32_WEIGHTS else move(x), state.params, names))
     return state
-
-
-def _offloads(cfg: Config, mesh: Mesh) -> bool:
-    return not mesh.empty and offloads(cfg.optim.offload, mesh.devices.flat[0], "optim.offload")
-
-
-def _with_moments(state: TrainState, move: Callable[[Any], Any]) -> TrainState:
-    """The state with other moments."""
-    optimizer = state.optimizer
-    return state.replace(optimizer=optimizer._replace(mu=jax.tree.map(move, optimizer.mu),
-                                                      nu=jax.tree.map(move, optimizer.nu)))
 
 
 def _spec(x: jax.ShapeDtypeStruct) -> PartitionSpec:

@@ -23,6 +23,7 @@ from maxtext.model.moe import Moe
 from maxtext.model.router import RouterStats, updated_bias
 from maxtext.parallel.collectives import platform
 from maxtext.parallel.compiler import compiler_options
+from maxtext.parallel.host_memory import add, working_copy
 from maxtext.parallel.pipeline import row_order, stages
 from maxtext.parallel.sharding import spec
 from maxtext.train.optim import global_norm
@@ -47,12 +48,13 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
         if cfg.data.instance_filter.count_rejected:  # the reference divides by all T tokens of a rejected instance
             counted += rejected * cfg.data.sequence_length
         counted = jnp.maximum(counted, 1)
-        grads, losses, stats = batch_gradient(cfg, state.params, batch, counted)
+        params = working_copy(state.params, jnp.dtype(cfg.train.compute_dtype))
+        grads, losses, stats = batch_gradient(cfg, params, batch, counted)
         norm = global_norm(grads)
         updates, optimizer_state = optimizer.update(
             grads, state.optimizer, state.params, loss=losses.cross_entropy, grad_norm=norm
         )
-        params = jax.tree.map(lambda p, u: p + u, state.params, updates)
+        params = add(state.params, updates)
         metrics = {
             "cross_entropy": losses.cross_entropy,
             "squared_log_z": losses.squared_log_z,
@@ -107,16 +109,17 @@ def batch_gradient(cfg: Config, params: Decoder, batch: Batch,
         return of(jax.tree.map(lambda x: _reordered(x, order_B), batch.replace(rejected_B=None)), None)
     Total = tuple[Decoder, Losses, RouterStats | None]
 
-    def add(total: Total, micro: Batch) -> tuple[Total, None]:
+    def accumulate(total: Total, micro: Batch) -> tuple[Total, None]:
         stats = total[2]
         prior_LE = stats.counts_E if stats is not None and moe.load_statistics == "batch" else None
         return jax.tree.map(jnp.add, total, of(micro, prior_LE)), None
 
     no_stats = RouterStats.zeros(sum(cfg.model.routed_layers), moe.experts) if moe.experts else None
-    zero = (jax.tree.map(jnp.zeros_like, params), Losses(jnp.float32(0), jnp.float32(0)), no_stats)
+    no_grads = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+    zero = (no_grads, Losses(jnp.float32(0), jnp.float32(0)), no_stats)
     split = functools.partial(_split_in_order if moe.experts else _split, count=count)
     micro_batches = jax.tree.map(split, batch.replace(rejected_B=None))
-    return jax.lax.scan(add, zero, micro_batches)[0]
+    return jax.lax.scan(accumulate, zero, micro_batches)[0]
 
 
 def _split(x: jax.Array, count: int) -> jax.Array:

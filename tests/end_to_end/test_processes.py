@@ -20,12 +20,16 @@ SHORT = ("train.steps=6", "eval.every=3", "checkpoint.every=3", "log.tensorboard
          "mesh.fsdp=4")
 
 
+def free_address():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
 def start_two(cfg, folder):
     """Both processes of a job, with two devices each."""
     (folder / "job.yml").write_text(to_yaml(cfg))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = free_address()
     environment = os.environ | {
         "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")}
@@ -60,7 +64,9 @@ def test_two_processes_train_as_one_and_stop_together(runs, tmp_path):
     train(one, devices=jax.devices()[:4])
     two = runs.config("two", *SHORT)
     first, second = outputs(start_two(two, tmp_path))
-    assert "4 x cpu in 2 processes" in " ".join(first.split())
+    table = " ".join(first.split())
+    assert "4 x cpu in 2 processes" in table
+    assert f"2, found through JAX's variables, 2 devices each, on 1 host ({socket.gethostname()}: 0, 1)" in table
     assert "two is complete" in first
     assert "complete" not in second, "one process speaks for all"
     check_same(losses(two), losses(one))
@@ -95,6 +101,10 @@ def test_two_processes_train_as_one_and_stop_together(runs, tmp_path):
     ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "Open MPI"),
     ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
     ({"TPU_WORKER_HOSTNAMES": "a,b"}, "Cloud TPU"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b", "JOB_COMPLETION_INDEX": "1"}, "Cloud TPU"),  # as on GKE
+    ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JOB_COMPLETION_INDEX": "1"},
+     "JAX's variables in a Kubernetes Indexed Job"),
+    ({"JOB_COMPLETION_INDEX": "0"}, None),
 ])
 def test_a_job_is_found_in_its_environment(environment, found):
     assert job(environment) == found
@@ -104,8 +114,19 @@ def test_a_job_is_found_in_its_environment(environment, found):
     ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS is not set, but JAX_NUM"),
     ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set"),
     ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "numbered 0 to 1"),
+    ({"JOB_COMPLETION_INDEX": "3"}, "pod 3 of a Kubernetes Indexed Job, but nothing says how many .* set JAX_NUM_PROC"),
     ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "'two', which is not a"),
 ])
 def test_half_a_job_is_refused(environment, message):
     with pytest.raises(LaunchError, match=message):
         job(environment)
+
+
+def test_processes_that_a_launcher_has_joined_are_left_alone():
+    code = ("import jax\n"
+            f"jax.distributed.initialize('{free_address()}', 1, 0)\n"
+            "from maxtext.parallel.launch import describe, join_processes\n"
+            "print(describe(join_processes()))")
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, cwd=ROOT, check=True,
+                          timeout=60)
+    assert done.stdout.startswith("1, found through its launcher, ")

@@ -1,4 +1,4 @@
-"""Moments in the host's memory: the same updates, in the right memory, saved, restored and resumed."""
+"""Moments and weights in the host's memory: the same updates, in the right memory, saved, restored and resumed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.manager import Checkpoints
+from maxtext.config.architecture import MoeConfig
 from maxtext.config.optimizer import OptimConfig
 from maxtext.config.schema import CheckpointConfig, Config
-from maxtext.parallel.host_memory import OffloadError, offloads
+from maxtext.model.decoder import leaf_names
+from maxtext.parallel.host_memory import OffloadError, offloads, on_devices
 from maxtext.train.state import abstract_state, init_state
 from maxtext.train.step import compile_train_step
 from tests.tiny import mesh_of, place, random_batch, tiny_config, tiny_model
@@ -59,6 +61,25 @@ def test_moments_lie_on_the_host_and_updates_are_the_same_bits(tmp_path):
     assert kinds(restored.state) == kinds(state)
     for a, b in zip(jax.tree.leaves(restored.state), jax.tree.leaves(state), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.one_pass
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_lie_on_the_host_and_updates_are_the_same_bits(dtype):
+    cfg = config("none", kind="skip_step_adamw")
+    model = tiny_model(n_layers=2, moe=MoeConfig(experts=4, top_k=2, d_expert=16))
+    cfg = dataclasses.replace(cfg, model=model, train=dataclasses.replace(
+        cfg.train, compute_dtype=dtype, gradient_accumulation_steps=2))
+    there = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, offload_weights="host"))
+    usual, state = trained(cfg), trained(there)
+    assert kinds(usual) == {"weights": {"device"}, "moments": {"device"}}
+    assert kinds(state) == {"weights": {"device", "pinned_host"}, "moments": {"device"}}
+    left = [name for name, x in zip(jax.tree.leaves(leaf_names(state.params)), jax.tree.leaves(state.params),
+                                    strict=True) if x.sharding.memory_kind == "device"]
+    assert {name.rpartition(".")[2] for name in left} == {"router"}
+    for a, b in zip(jax.tree.leaves(usual), jax.tree.leaves(state), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(on_devices(state.params)))
 
 
 def test_auto_leaves_a_cpus_moments_where_they_are_and_a_device_without_host_memory_is_refused():

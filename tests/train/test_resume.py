@@ -65,7 +65,7 @@ def test_all_refused_changes_are_listed_at_once(runs: Runs):
 @pytest.mark.parametrize("override", [
     "mesh.tensor=2", "log.every=7", "log.tensorboard=false", "eval.every=3", "eval.batch=5", "eval.sets.a.paths=[x]",
     "checkpoint.every=5", "checkpoint.keep_last=1", "train.gradient_accumulation_steps=2", "train.max_seconds=5",
-    "train.remat.mode=full", "optim.offload=host",
+    "train.remat.mode=full", "optim.offload=host", "optim.offload_weights=host",
     "train.loss_chunk_tokens=64", "data.prefetch=1", "data.workers=2", "description=other",
     "train.steps=60", "generate.prompts=[a]"])
 def test_what_changes_no_number_is_free(runs: Runs, override: str):
