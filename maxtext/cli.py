@@ -25,7 +25,8 @@ verbs
   compare A [B] [--b key=value] [...]        whether two configs or commits compute the same numbers
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
   data prepare [...]                         text to a tokenizer and token files
-  checkpoint ls | verify RUN                 what is saved, and whether it is whole
+  checkpoint ls | verify | scrub RUN         what is saved, and whether it is whole; scrub sets aside what is not
+  checkpoint diff RUN[@STEP] RUN[@STEP]      in which arrays and settings two checkpoints differ
   checkpoint merge OUT RUN[@STEP] ...        the average of the weights of several checkpoints
   convert import | export | verify | trace   weights of transformers and OLMo-core in and out, and proof that they fit
   eval MODEL [--sets ...] [--tasks ...]      held-out sets and tasks on a checkpoint or a transformers folder

@@ -1,11 +1,11 @@
-"""`maxtext checkpoint ls | verify DIR`: what is saved in a directory, and whether it is whole."""
+"""`maxtext checkpoint ls | verify | scrub | diff`: what is saved in a directory, and whether it is whole."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from maxtext.checkpoint import manifest
+from maxtext.checkpoint import diff, manifest, upkeep
 from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry
 from maxtext.config.reason import placed
 
@@ -19,25 +19,47 @@ def run(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("ls", help="list the steps: time, size and status")
     verify = commands.add_parser("verify", help="read every byte and compare it with what was saved")
-    for command in (listing, verify):
+    scrub = commands.add_parser("scrub", help="as verify, and set bad steps aside, so that no resume meets them")
+    differ = commands.add_parser("diff", help="in which arrays and settings two checkpoints differ")
+    for name in ("first", "second"):
+        differ.add_argument(name, metavar="RUN[@STEP]", help="a run's folder and a step; by default the newest")
+    for command in (listing, verify, scrub):
         command.add_argument("directory", help="a run's folder, or its checkpoints folder")
-    verify.add_argument("--step", type=int, help="only this step")
+    for command in (verify, scrub):
+        command.add_argument("--step", type=int, help="only this step")
     options = parser.parse_args(argv)
-    directory = os.path.abspath(options.directory)
-    if not os.path.isdir(directory):
-        fault = "is no folder" if os.path.exists(directory) else "does not exist"
-        print(f"error: {options.directory} {fault}; {WHAT_TO_GIVE}", file=sys.stderr)
-        return 2
-    if os.path.isdir(os.path.join(directory, "checkpoints")):
-        directory = os.path.join(directory, "checkpoints")
+    names = [options.first, options.second] if options.command == "diff" else [options.directory]
     try:
+        if options.command == "diff":
+            (first, a), (second, b) = (_with_step(name) for name in names)
+            return diff.run((_checkpoints(first), _checkpoints(second)), (a, b))
+        directory = _checkpoints(names[0])
         entries = manifest.scan(directory)
         if options.command == "ls":
             return _list(directory, entries)
-        return _verify(directory, [entry for entry in entries if options.step in (None, entry.step)])
+        chosen = [entry for entry in entries if options.step in (None, entry.step)]
+        return _verify(directory, chosen, set_aside=options.command == "scrub")
+    except NotADirectoryError as error:
+        print(f"error: {error.strerror}; {WHAT_TO_GIVE}", file=sys.stderr)
+        return 2
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _with_step(text: str) -> tuple[str, int | None]:
+    """`RUN@STEP` in two."""
+    path, mark, step = text.rpartition("@")
+    return (path, int(step)) if mark and step.isdigit() else (text, None)
+
+
+def _checkpoints(given: str) -> str:
+    """The folder of checkpoints that is meant; NotADirectoryError, with what to say, when there is none."""
+    directory = os.path.abspath(given)
+    if not os.path.isdir(directory):
+        raise NotADirectoryError(0, f"{given} {'is no folder' if os.path.exists(directory) else 'does not exist'}")
+    inside = os.path.join(directory, "checkpoints")
+    return inside if os.path.isdir(inside) else directory
 
 
 def _list(directory: str, entries: list[Entry]) -> int:
@@ -63,7 +85,7 @@ def _size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _verify(directory: str, entries: list[Entry]) -> int:
+def _verify(directory: str, entries: list[Entry], set_aside: bool) -> int:
     """Every file's hash, then every leaf's fingerprint, for every step; a line each."""
     steps = [entry for entry in entries if entry.status in ("good", "damaged", "partial")]
     if not steps:
@@ -78,10 +100,19 @@ def _verify(directory: str, entries: list[Entry]) -> int:
             _verify_leaves(os.path.join(directory, entry.name), entry.manifest)
         except (Damaged, OSError) as error:
             bad += 1
-            print(f"{entry.name}  BAD: {placed(error)}")
+            aside = f"; {_set_aside(directory, entry)}" if set_aside else ""
+            print(f"{entry.name}  BAD: {placed(error)}{aside}")
         else:
             print(f"{entry.name}  good: {len(entry.manifest.files)} files, {len(entry.manifest.leaves)} leaves")
     return 1 if bad else 0
+
+
+def _set_aside(directory: str, entry: Entry) -> str:
+    """Renames a bad step, unless it is another one by now; returns what was done."""
+    again = next((one for one in manifest.scan(directory) if one.name == entry.name), None)
+    if again is None or entry.status == "partial" or again.manifest != entry.manifest:
+        return "left in place, because it may be a copy or a save under way"
+    return f"set aside as {upkeep.set_aside(directory, entry.name, 'bad')}"
 
 
 def _verify_leaves(step_dir: str, saved: manifest.Manifest) -> None:

@@ -10,20 +10,20 @@ import dataclasses
 import glob
 import logging
 import os
-import shutil
 import threading
+import time
 import weakref
-from collections.abc import Iterable
-from importlib import metadata
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-import maxtext
-from maxtext.checkpoint import arrays, integrity, manifest, streamed
+from maxtext.checkpoint import arrays, integrity, manifest, streamed, upkeep
+from maxtext.checkpoint.lease import Lease, newest_saved
 from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry, Leaf, Manifest
 from maxtext.checkpoint.processes import all_agree, from_process_0
+from maxtext.checkpoint.provenance import provenance, versions
 from maxtext.config.reason import placed
 from maxtext.config.schema import CheckpointConfig
 
@@ -32,6 +32,7 @@ __all__ = ["CheckpointError", "Checkpoints", "Restored"]
 PyTree = Any
 log = logging.getLogger("maxtext.checkpoint")
 _NAMED = 5  # of the names that are no checkpoints, in a warning
+_RETRY_SECONDS = (5.0, 600.0)  # after a first failed save; doubled with each further one up to the second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Restored:
     state: PyTree
     extra: Any
     config_text: str
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def other_versions(self) -> list[str]:
+        """What it was saved with and is restored without, in words; such a run goes on, but not to the same bits."""
+        now = versions()
+        return [f"{name} {was}, now {now[name]}" for name, was in self.versions.items() if now.get(name, was) != was]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +61,7 @@ class _Save:
     leaves: dict[str, Leaf]
     sums: dict[str, Any]
     extra: Any
+    provenance: dict[str, Any]
     arrays: str = ""
 
 
@@ -64,6 +73,7 @@ class Checkpoints:
       cfg: which steps are kept, and whether saves run in the background.
       config_text: the resolved config as text; it is stored with every step.
       writer: False for a reader (evaluation, conversion): nothing on disk is created, renamed or removed.
+      lease: held on the folder above; a save after it was lost fails, and its token goes into every manifest.
 
     Close it in a `finally` (or use contextlib.closing). A program that ends without, while a save is under way, waits
     for it too, except on early Python 3.12, where no thread can start by then and the save is lost with an error.
@@ -72,15 +82,17 @@ class Checkpoints:
     Raises CheckpointError when the directory cannot be used.
     """
 
-    def __init__(self, directory: str, cfg: CheckpointConfig, *, config_text: str = "", writer: bool = True) -> None:
+    def __init__(self, directory: str, cfg: CheckpointConfig, *, config_text: str = "", writer: bool = True,
+                 lease: Lease | None = None) -> None:
         if "://" in str(directory):
             raise CheckpointError(f"checkpoints need a local or mounted path, not {directory}; mount the bucket first")
         self.directory = os.path.abspath(directory)
-        self._cfg, self._config_text, self._writer = cfg, config_text, writer
+        self._cfg, self._config_text, self._writer, self._lease = cfg, config_text, writer, lease
         self._orbax = arrays.Orbax()
         self._saving: threading.Thread | None = None
         self._saving_step: int | None = None
         self._failure: CheckpointError | None = None
+        self._failures, self._failed_at, self._good_at = 0, 0.0, time.monotonic()
         self._told: set[str] = set()
         self._tried: set[str] = set()
         # Python's public hooks run too late for a last save: the executors that Orbax needs have stopped by then. This
@@ -123,7 +135,7 @@ class Checkpoints:
         entries = manifest.scan(self.directory)
         for entry in entries:
             ours = entry.step is not None and entry.step == self._saving_step
-            if entry.status in ("damaged", "partial", "unfinished") and not ours:
+            if entry.status in ("damaged", "partial", "unfinished", "stale") and not ours:
                 self._tell([entry.name], f"{self._path(entry.name)}: {entry.reason}")
         if foreign := [entry.name for entry in entries if entry.status == "foreign"]:
             others = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
@@ -155,11 +167,13 @@ class Checkpoints:
         step, extra = _natural(step), manifest.plain_json(extra)
         leaves, to_write = arrays.describe(state)
         # Dispatched before anybody can donate: the sums are of exactly the arrays that Orbax is given.
-        job = _Save(step, self._path(manifest.step_name(step)), leaves, integrity.tree_sums(state), extra)
+        sums, origin = integrity.tree_sums(state), provenance(state, self._config_text)
+        job = _Save(step, self._path(manifest.step_name(step)), leaves, sums, extra, origin)
         self._join()
         self._failure, self._saving_step = None, step
         try:
-            job = dataclasses.replace(job, arrays=manifest.arrays_name(from_process_0(lambda: _begin(job.step_dir))))
+            attempt = from_process_0(lambda: _begin(job.step_dir))
+            job = dataclasses.replace(job, arrays=manifest.arrays_name(attempt, from_process_0(self._token)))
             self._orbax.start(os.path.join(job.step_dir, job.arrays), to_write)
         except Exception as error:
             self._failed(job, error)
@@ -183,11 +197,11 @@ class Checkpoints:
         assert jax.process_count() == 1, "only one process can stream"
         step_dir = self._path(manifest.step_name(_natural(step)))
         described = {name: Leaf(leaf.shape, leaf.dtype, (0, 0)) for name, leaf in leaves.items()}
-        job = _Save(step, step_dir, described, {}, manifest.plain_json(extra))
+        job = _Save(step, step_dir, described, {}, manifest.plain_json(extra), provenance({}, self._config_text))
         self._join()
         self._failure = None
         try:
-            job = dataclasses.replace(job, arrays=manifest.arrays_name(_begin(step_dir)))
+            job = dataclasses.replace(job, arrays=manifest.arrays_name(_begin(step_dir), self._token()))
             writer = streamed.Writer(os.path.join(step_dir, job.arrays), leaves)
             for name, row, array in pieces:
                 writer.write(name, row, array)
@@ -201,6 +215,21 @@ class Checkpoints:
     def failure(self) -> CheckpointError | None:
         """Why the last save failed, None when it did not or has not ended yet. Does not wait."""
         return self._failure
+
+    @property
+    def retry_due(self) -> bool:
+        """Whether the last save failed long enough ago to try again before the next one is due."""
+        first, most = _RETRY_SECONDS
+        pause = min(first * 2.0 ** (self._failures - 1), most)
+        return self._failures > 0 and self._saving_step is None and time.monotonic() - self._failed_at >= pause
+
+    @property
+    def stale_seconds(self) -> float:
+        """For how long nothing has been saved while saves fail; 0 when the last one did not fail."""
+        return time.monotonic() - self._good_at if self._failures else 0.0
+
+    def _token(self) -> int:
+        return 0 if self._lease is None else self._lease.token
 
     def wait(self) -> None:
         """Wait for the save under way; CheckpointError with path and reason if the last save failed."""
@@ -237,39 +266,36 @@ class Checkpoints:
         }
         if broken := [name for name, leaf in leaves.items() if leaf.nonfinite]:
             log.warning("step %d holds NaN or infinite values in %s", job.step, ", ".join(broken))
-        manifest.stage(
-            job.step_dir,
-            Manifest(
-                job.step,
-                job.arrays,
-                leaves,
-                manifest.record_files(job.step_dir, job.arrays),
-                job.extra,
-                self._config_text,
-                _versions(),
-                manifest.utc_now(),
-            ),
-        )
-        before = [entry for entry in manifest.scan(self.directory) if entry.status == "good"]
-        for entry in before:
-            if entry.step is not None and entry.step > job.step:
-                aside = self._set_aside(entry.name, "superseded")
-                log.warning("step %d is saved after a rewind: %s was set aside as %s", job.step, entry.name, aside)
-        manifest.commit(job.step_dir)
-        try:
-            self._clean_unfinished()
-            self._prune([entry.step for entry in before if entry.step is not None and entry.step < job.step], job.step)
-        except OSError as error:
-            log.error("step %d is saved, but an old one could not be deleted: %s", job.step, error)
+        saved = Manifest(job.step, job.arrays, leaves, manifest.record_files(job.step_dir, job.arrays), job.extra,
+                         self._config_text, versions(), manifest.utc_now(), self._token(), job.provenance)
+        manifest.stage(job.step_dir, saved)
+        if self._lease is not None:
+            self._lease.check()  # as late as can be; what still slips in is not in the base of the newer token
+        before = [entry.step for entry in manifest.scan(self.directory) if entry.status == "good"]
+        for aside in upkeep.set_aside_after(self.directory, job.step):
+            log.warning("step %d is saved after a rewind: a later one was set aside as %s", job.step, aside)
+        manifest.commit(job.step_dir, saved.token)
+        self._tidy(saved, [step for step in before if step is not None and step < job.step])
+        self._failures, self._good_at = 0, time.monotonic()
+        if self._lease is not None:
+            self._lease.saved(job.step)
 
-    def _prune(self, earlier: list[int], newest: int) -> None:
-        """Delete the steps that the policy does not keep; only ever called once `newest` is committed."""
-        steps = [*earlier, newest]
-        for step in sorted(set(steps) - manifest.kept(steps, self._cfg.keep_last, self._cfg.keep_every)):
-            # Renamed first: a deletion that is killed half-way must not look like a damaged step.
-            doomed = self._path(f"{manifest.step_name(step)}.deleted.tmp")
-            os.rename(self._path(manifest.step_name(step)), doomed)
-            _remove([doomed])
+    def _tidy(self, saved: Manifest, earlier: list[int]) -> None:
+        """Delete what the policy does not keep, once the step that was just committed has been read back."""
+        step_dir = self._path(manifest.step_name(saved.step))
+        try:
+            upkeep.clean_unfinished(self.directory)
+            if doomed := {*earlier} - manifest.kept([*earlier, saved.step], self._cfg.keep_last, self._cfg.keep_every):
+                manifest.check_files(step_dir, saved)
+                if self._lease is not None:
+                    self._lease.check()
+                upkeep.delete(self.directory, doomed)
+        except Damaged as damage:
+            aside = upkeep.set_aside(self.directory, manifest.step_name(saved.step), "bad")
+            raise OSError(f"read back right after it was written, {damage}; set aside as {aside}, and no earlier step "
+                          f"was deleted") from damage
+        except OSError as error:
+            log.error("step %d is saved, but an old one could not be deleted: %s", saved.step, placed(error))
 
     def _failed(self, job: _Save, error: Exception) -> None:
         """Log and keep the failure; remove what this attempt wrote, so that a full disk gets its room back."""
@@ -277,6 +303,7 @@ class Checkpoints:
             f"step {job.step} was not saved to {job.step_dir}: {arrays.reason(error)}; earlier steps are as they were"
         )
         self._failure.__cause__ = error
+        self._failures, self._failed_at = self._failures + 1, time.monotonic()
         log.error("%s", self._failure)
         self._saving_step = None
         with contextlib.suppress(Exception):
@@ -285,7 +312,7 @@ class Checkpoints:
         # save that succeeds, or the next start, removes the rest.
         if jax.process_index() == 0 and job.arrays:
             written = glob.escape(os.path.join(job.step_dir, job.arrays))
-            _remove([*glob.glob(written), *glob.glob(f"{written}.*")], tolerant=True)
+            upkeep.remove([*glob.glob(written), *glob.glob(f"{written}.*")], tolerant=True)
 
     def _prepare(self) -> None:
         """Make the directory, see that it can be written, and remove what killed saves left."""
@@ -302,34 +329,12 @@ class Checkpoints:
                 f"the checkpoint directory {self.directory} is not writable; set output_dir to a "
                 "place that you may write"
             )
-        self._clean_unfinished()
-
-    def _clean_unfinished(self) -> None:
-        """Remove what saves and deletions that were killed, or that failed, left behind."""
-        for entry in manifest.scan(self.directory):
-            path = self._path(entry.name)
-            if entry.status == "deleted":
-                _remove([path])
-            elif entry.status == "unfinished":
-                log.warning("removed %s: %s", path, entry.reason)
-                _remove(manifest.leftovers(path, None))
-                if not os.listdir(path):
-                    os.rmdir(path)
-            elif entry.manifest is not None:
-                _remove(manifest.leftovers(path, entry.manifest.arrays))
-
-    def _set_aside(self, name: str, why: str) -> str:
-        """Rename a step's directory to the first free `<name>.<why>-N`; returns the new name."""
-        number = 1
-        while os.path.lexists(self._path(f"{name}.{why}-{number}")):
-            number += 1
-        os.rename(self._path(name), self._path(f"{name}.{why}-{number}"))
-        manifest.sync_dir(self.directory)
-        return f"{name}.{why}-{number}"
+        upkeep.clean_unfinished(self.directory)
 
     # ---- restoring
 
-    def restore(self, abstract_state: PyTree, step: int | None = None, *, partial: bool = False) -> Restored | None:
+    def restore(self, abstract_state: PyTree, step: int | None = None, *, partial: bool = False,
+                finite: Callable[[str], bool] | None = None) -> Restored | None:
         """The newest good step (or `step`), verified, as arrays with the shardings of `abstract_state`.
 
         Args:
@@ -337,8 +342,10 @@ class Checkpoints:
             need not be the one that saved.
           step: exactly this step, with no fall-back; None tries the newest first.
           partial: leaves that were saved but are not in `abstract_state` are left unread instead of refused.
+          finite: for which leaves, by name, a NaN or infinite value makes a step one that is not tried; None: for none.
 
-        Returns None when the directory has never held a checkpoint. A step whose manifest, files or restored arrays
+        Returns None when the directory has never held a checkpoint, as far as it and the lease beside it tell, or when
+        none of them is good and `checkpoint.allow_fresh` is set. A step whose manifest, files or restored arrays
         are not what was saved is renamed to `<name>.bad-N`, named in a warning, and the next older one is tried.
         Raises CheckpointError when there were checkpoints but none is good, and when the leaves asked for differ from
         those saved in name, shape or dtype (every such leaf is listed; nothing is renamed or converted).
@@ -353,7 +360,7 @@ class Checkpoints:
                 others = [other for other in self.steps() if other != step]  # steps() does not read the arrays
                 raise CheckpointError(
                     f"step {step} in {self.directory} is bad: {damage}; good steps are {others}") from None
-        while (candidate := from_process_0(self._newest)) >= 0:
+        while (candidate := from_process_0(lambda: self._newest(finite))) >= 0:
             name = manifest.step_name(candidate)
             try:
                 return self._load(self._path(name), wanted, treedef, partial)
@@ -362,13 +369,19 @@ class Checkpoints:
         self._refuse_fresh_start()
         return None
 
-    def _newest(self) -> int:
+    def _newest(self, finite: Callable[[str], bool] | None) -> int:
         """The newest step worth trying, -1 when there is none."""
-        found = [
-            entry.step
-            for entry in self._scan()
-            if entry.step is not None and entry.status in ("good", "damaged") and entry.name not in self._tried
-        ]
+        found = []
+        for entry in self._scan():
+            if entry.step is None or entry.status not in ("good", "damaged") or entry.name in self._tried:
+                continue
+            broken = []
+            if entry.manifest is not None and finite is not None:
+                broken = [name for name, leaf in entry.manifest.leaves.items() if leaf.nonfinite and finite(name)]
+            if broken:
+                self._tell([entry.name], f"{self._path(entry.name)}: NaN or infinite values in {', '.join(broken)}")
+            else:
+                found.append(entry.step)
         return max(found, default=-1)
 
     def _quarantine(self, name: str, reason: str) -> None:
@@ -378,7 +391,7 @@ class Checkpoints:
         renamed = "left in place"
         if self._writer:
             try:
-                renamed = f"renamed to {self._set_aside(name, 'bad')}"
+                renamed = f"renamed to {upkeep.set_aside(self.directory, name, 'bad')}"
             except OSError as error:
                 renamed = f"could not be renamed ({error.strerror})"
             else:
@@ -388,18 +401,21 @@ class Checkpoints:
         )
 
     def _refuse_fresh_start(self) -> None:
-        """CheckpointError if the directory ever held a step: starting anew would silently throw away a run."""
-        seen = [
-            entry
-            for entry in manifest.scan(self.directory)
-            if entry.status in ("good", "damaged", "partial", "bad", "superseded")
-        ]
-        if seen:
-            listed = "; ".join(f"{entry.name} ({entry.reason or 'failed its checks'})" for entry in seen)
-            raise CheckpointError(
-                f"no good checkpoint is left in {self.directory}: {listed}. Bring one back from a copy, or move the "
-                "directory away (or set another run_name) to start from scratch"
-            )
+        """CheckpointError if the run ever held a step: starting anew would silently throw it away."""
+        seen = [f"{entry.name} ({entry.reason or 'failed its checks'})" for entry in manifest.scan(self.directory)
+                if entry.status in ("good", "damaged", "partial", "bad", "superseded", "stale")]
+        newest = newest_saved(os.path.dirname(self.directory))
+        if not seen and newest is None:
+            return
+        listed = "; ".join(seen) or f"it holds none at all, though step {newest} was saved (is it mounted?)"
+        if self._cfg.allow_fresh:
+            log.warning("no good checkpoint is left in %s: %s; starting from scratch, as checkpoint.allow_fresh says",
+                        self.directory, listed)
+            return
+        raise CheckpointError(
+            f"no good checkpoint is left in {self.directory}: {listed}. Bring one back from a copy, or set "
+            "checkpoint.allow_fresh=true (or another run_name) to start from scratch"
+        )
 
     def _load(self, step_dir: str, wanted: dict[str, Any], treedef: Any, partial: bool) -> Restored:
         """Verify, read, verify again. Damaged in all processes when it is damaged for one."""
@@ -425,7 +441,7 @@ class Checkpoints:
             if sums != found.leaves[name].fingerprint:
                 raise Damaged(f"leaf {name} does not have the fingerprint that it was saved with")
         state = jax.tree.unflatten(treedef, [restored[name] for name in wanted])
-        return Restored(found.step, state, found.extra, found.config_text)
+        return Restored(found.step, state, found.extra, found.config_text, found.versions)
 
 
 def _join_at_exit(checkpoints: "weakref.ref[Checkpoints]") -> None:
@@ -445,16 +461,3 @@ def _natural(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
     return int(step)
-
-
-def _versions() -> dict[str, str]:
-    return {"maxtext": maxtext.__version__, "jax": jax.__version__, "orbax": metadata.version("orbax-checkpoint")}
-
-
-def _remove(paths: list[str], tolerant: bool = False) -> None:
-    """Remove files and whole directories; `tolerant` of what cannot be removed now."""
-    for path in paths:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=tolerant)
-        else:
-            os.remove(path)

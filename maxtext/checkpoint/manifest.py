@@ -3,6 +3,7 @@
     <directory>/step_00000100/manifest.json         the commit: written last and renamed into place
                               arrays-1/...          what Orbax wrote; the manifest names the directory that counts
                               manifest.json.tmp     only while a save is under way, or after one was killed
+                              manifest.json.t7.tmp  the manifest of token 7 (lease.py), about to be renamed
     <directory>/step_00000100.bad-1/                failed its checks; kept for people, never restored
     <directory>/step_00000300.superseded-1/         later than a step that was saved after a rewind
     <directory>/step_00000100.deleted.tmp/          being deleted
@@ -10,6 +11,7 @@
 Saving a step again writes arrays-2 and replaces the manifest in one rename, so a reader sees the old or the new one.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -20,16 +22,19 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
+from maxtext.checkpoint import lease
+
 FORMAT = 1
 NAME = "manifest.json"
 MARKER = "manifest.json.tmp"
 STEP_DIR = re.compile(r"step_(\d{8,})")
 ASIDE_DIR = re.compile(r"step_(\d{8,})\.(bad|superseded)-\d+")
 DELETED_DIR = re.compile(r"step_\d{8,}\.deleted\.tmp")
-ARRAYS_DIR = re.compile(r"arrays-(\d+)(\.orbax.*)?")
+ARRAYS_DIR = re.compile(r"arrays-(\d+)(-t\d+)?(\.orbax.*)?")
+STAGED = re.compile(r"manifest\.json\.t\d+\.tmp")
 _HASH_THREADS = 4
 
-Status = Literal["good", "damaged", "partial", "unfinished", "bad", "superseded", "deleted", "foreign"]
+Status = Literal["good", "damaged", "partial", "unfinished", "bad", "superseded", "stale", "deleted", "foreign"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -66,7 +71,11 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All that is known about one saved step. `files` are relative to the step's directory."""
+    """All that is known about one saved step. `files` are relative to the step's directory.
+
+    `provenance` says what made it: mesh, devices, processes, SHA-256 of the config, compiler flags. `token` is that of
+    the lease under which it was written, 0 without one.
+    """
 
     step: int
     arrays: str
@@ -76,6 +85,18 @@ class Manifest:
     config_text: str
     versions: dict[str, str]
     saved_at: str
+    token: int = 0
+    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def finite(self) -> bool:
+        """Whether no array holds a NaN or an infinite value."""
+        return not any(leaf.nonfinite for leaf in self.leaves.values())
+
+    @property
+    def identity(self) -> str:
+        """Tells this save from every other one of the same step."""
+        return f"{self.token} {self.arrays} {self.saved_at}"
 
     @property
     def nbytes(self) -> int:
@@ -142,17 +163,24 @@ def read(step_dir: str) -> Manifest:
 
 def stage(step_dir: str, manifest: Manifest) -> None:
     """Write the manifest beside its final name and force it to disk. `commit` then makes the step count."""
-    with open(os.path.join(step_dir, MARKER), "w", encoding="utf-8") as file:
+    with open(_staged(step_dir, manifest.token), "w", encoding="utf-8") as file:
         file.write(dumps(manifest))
         file.flush()
         os.fsync(file.fileno())
 
 
-def commit(step_dir: str) -> None:
-    """Rename the staged manifest into place, durably."""
-    os.replace(os.path.join(step_dir, MARKER), os.path.join(step_dir, NAME))
+def commit(step_dir: str, token: int = 0) -> None:
+    """Rename the manifest that `stage` wrote into place, durably."""
+    os.replace(_staged(step_dir, token), os.path.join(step_dir, NAME))
     sync_dir(step_dir)
     sync_dir(os.path.dirname(step_dir))
+    with contextlib.suppress(FileNotFoundError):  # removed after the sync: a marker does no harm beside a manifest
+        os.remove(os.path.join(step_dir, MARKER))
+
+
+def _staged(step_dir: str, token: int) -> str:
+    """Of each token another name, so that a writer which lost its lease cannot slip its text under another's commit."""
+    return os.path.join(step_dir, f"{NAME}.t{token}.tmp")
 
 
 def sync_dir(path: str) -> None:
@@ -207,6 +235,8 @@ def record_files(step_dir: str, arrays: str) -> dict[str, FileRecord]:
         with open(os.path.join(step_dir, name), "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # who reads it next reads the disk, and not what the system remembers
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return FileRecord(os.fstat(file.fileno()).st_size, digest)
 
     records = in_threads(record, names, _HASH_THREADS)
@@ -250,18 +280,22 @@ def check_files(step_dir: str, manifest: Manifest, share: slice = slice(None)) -
 
 
 def scan(directory: str) -> list[Entry]:
-    """What every name in a directory of checkpoints is, by step. Only entries of status good count."""
+    """What every name in a directory of checkpoints is, by step. Only entries of status good count.
+
+    The lease beside the directory decides which manifests were written by somebody who had lost it.
+    """
+    fence = lease.fence_of(os.path.dirname(os.path.abspath(directory)))
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoints in {directory}: {error.strerror}") from None
-    entries = [entry for name in names if (entry := _classify(directory, name)) is not None]
+    entries = [entry for name in names if (entry := _classify(directory, name, fence)) is not None]
     return sorted(entries, key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
 
 
-def _classify(directory: str, name: str) -> Entry | None:
+def _classify(directory: str, name: str, fence: lease.Fence) -> Entry | None:
     """One name's entry; None when it vanished meanwhile (a save in the background deletes old steps)."""
     path = os.path.join(directory, name)
     if DELETED_DIR.fullmatch(name):
@@ -277,6 +311,8 @@ def _classify(directory: str, name: str) -> Entry | None:
     for last in (False, True):
         try:
             manifest = read(path)
+            if refusal := fence.refusal(name, manifest.token, manifest.identity):
+                return Entry(name, step, "stale", refusal)
             check_sizes(path, manifest)
             return Entry(name, step, "good", manifest=manifest)
         except Damaged as damage:
@@ -305,7 +341,7 @@ def leftovers(step_dir: str, keep: str | None) -> list[str]:
     The marker comes last, so that a removal that is killed half-way can be taken up again.
     """
     names = os.listdir(step_dir)
-    arrays = [name for name in names if ARRAYS_DIR.fullmatch(name) and name != keep]
+    arrays = [name for name in names if (ARRAYS_DIR.fullmatch(name) and name != keep) or STAGED.fullmatch(name)]
     return [os.path.join(step_dir, name) for name in (*arrays, *({MARKER} & {*names}))]
 
 
@@ -315,8 +351,14 @@ def next_attempt(step_dir: str) -> int:
     return max(used, default=0) + 1
 
 
-def arrays_name(attempt: int) -> str:
-    return f"arrays-{attempt}"
+def arrays_name(attempt: int, token: int = 0) -> str:
+    return f"arrays-{attempt}-t{token}" if token else f"arrays-{attempt}"
+
+
+def counted(directory: str) -> dict[str, str]:
+    """`Manifest.identity` of every step that counts, by directory name."""
+    return {entry.name: entry.manifest.identity for entry in scan(directory)
+            if entry.status == "good" and entry.manifest is not None}
 
 
 def kept(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> set[int]:

@@ -270,6 +270,10 @@ class CheckpointConfig:
     asynchronous: bool = field("Write in the background while training goes on.", True,
                                also=("async", "async_checkpointing"))
     save_at_start: bool = field("Also save the initial weights as step 0.", False)
+    stale_seconds: float = field("While saves fail training goes on and they are tried again; after so many seconds "
+                                 "without a good one the run stops.", 7200.0, above=0)
+    allow_fresh: bool = field("Whether a run that has saved checkpoints, none of which is good any more, may start "
+                              "from scratch.", False)
     snapshot_every: int = field("Elastic runs: updates between copies of the state in the hosts' memory, from which "
                                 "the workers that are left go on.", 10, minimum=1)
 

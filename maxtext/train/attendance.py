@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from maxtext.checkpoint.lease import Lease
 from maxtext.checkpoint.manager import Checkpoints, Restored
 from maxtext.config.schema import Config
 from maxtext.train.lock import run_lock
@@ -34,8 +35,8 @@ class Attendance:
 
     first = True
 
-    def lock(self, run_dir: str) -> AbstractContextManager[None]:
-        """Holds the run directory against other trainers. Raises RunInUseError."""
+    def lock(self, run_dir: str) -> AbstractContextManager[Lease | None]:
+        """Holds the run directory against other trainers, by its lease if it can have one. Raises RunInUseError."""
         return run_lock(run_dir)
 
     def stopper(self, started: float, max_seconds: float | None) -> Stopper:

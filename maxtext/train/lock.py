@@ -1,4 +1,8 @@
-"""One trainer a run directory: two would write over each other's metrics and checkpoints without a word."""
+"""One trainer a run directory: two would write over each other's metrics and checkpoints without a word.
+
+A file lock tells processes of one machine apart at once and goes with its process. The lease (checkpoint/lease.py) does
+so for several machines that share the directory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from maxtext.checkpoint import lease, manifest
+from maxtext.checkpoint.lease import Lease, LeaseError
 
 NAME = ".lock"
 
@@ -15,26 +22,46 @@ class RunInUseError(ValueError):
 
 
 @contextmanager
-def run_lock(run_dir: str) -> Iterator[None]:
-    """Holds the lock of a run directory; the system frees it however this process ends.
+def run_lock(run_dir: str) -> Iterator[Lease | None]:
+    """Holds a run directory, by lock and lease; the system frees the lock however this process ends.
+
+    Yields the lease, or None where the directory cannot be written, which is for others to report.
 
     Raises:
-      RunInUseError: another process holds it.
+      RunInUseError: another process holds it; the message says which and since when.
     """
     file = None
-    with suppress(OSError):  # a place that cannot be written is reported by what must write there
+    with suppress(OSError):
         os.makedirs(run_dir, exist_ok=True)
         file = os.open(os.path.join(run_dir, NAME), os.O_RDWR | os.O_CREAT, 0o644)
     if file is None:
-        yield
+        yield None
         return
+    held: Lease | None = None
+    try:
+        alone = _lock(file, run_dir)
+        try:
+            held = lease.acquire(run_dir, lambda: manifest.counted(os.path.join(run_dir, "checkpoints")),
+                                 alone_here=alone)
+        except LeaseError as error:
+            raise RunInUseError(str(error)) from None
+        except OSError:
+            held = None
+        yield held
+    finally:
+        if held is not None:
+            held.release()
+        os.close(file)
+
+
+def _lock(file: int, run_dir: str) -> bool:
+    """Locks the file; False where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(file)
-        raise RunInUseError(f"another process is training in {run_dir}; wait for it, stop it, or choose another "
-                            f"run_name") from None
-    try:
-        yield
-    finally:
-        os.close(file)
+        who = lease.holder(run_dir)
+        raise RunInUseError(f"another process is training in {run_dir}{f' ({who})' if who else ''}; wait for it, stop "
+                            f"it, or choose another run_name") from None
+    except OSError:
+        return False
+    return True

@@ -21,7 +21,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxtext.checkpoint.manager import Checkpoints
+from maxtext.checkpoint.lease import Lease, LeaseError
+from maxtext.checkpoint.manager import CheckpointError, Checkpoints
 from maxtext.checkpoint.processes import from_process_0
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import Config
@@ -85,21 +86,24 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
     """
     attendance = attendance or Attendance()
     with ExitStack() as held:
+        leases: list[Lease | None] = []
+
         def lock() -> int:
-            held.enter_context(attendance.lock(cfg.run_dir))
+            leases.append(held.enter_context(attendance.lock(cfg.run_dir)))
             return 0
 
         from_process_0(lock)
-        return _train(cfg, origins, devices, attendance, found)
+        return _train(cfg, origins, devices, attendance, found, leases[0] if leases else None)
 
 
 def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.Device] | None,
-           attendance: Attendance, found: str | None) -> Outcome:
+           attendance: Attendance, found: str | None, lease: Lease | None) -> Outcome:
     started, clock = time.monotonic(), Clock(attendance.phase)
     console = Console(primary=jax.process_index() == 0)
     config_text = to_yaml(cfg, origins)
     check_files(cfg)
-    checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text)
+    checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text,
+                              lease=lease)
     attendance.opened(checkpoints)
     newest = from_process_0(lambda: -1 if (latest := checkpoints.latest()) is None else latest)
     if newest >= 0:
@@ -113,12 +117,26 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     mesh = make_mesh(cfg, devices)
     kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
     with attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
+        stopper.trouble = lambda: _trouble(cfg, checkpoints, lease)
         run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, newest, console, clock, attendance, why_mesh,
-                  found)
+                  found, lease)
         try:
             return run.loop(Votes(stopper, mesh))
+        except (CheckpointError, LeaseError) as error:
+            if why := stopper.trouble():
+                raise TrainingError(f"{why}; {error}") from error
+            raise
         finally:
             run.close()
+
+
+def _trouble(cfg: Config, checkpoints: Checkpoints, lease: Lease | None) -> str | None:
+    """Why a run should stop because of what it can no longer save; None: it can."""
+    if lease is not None and lease.lost:
+        return lease.lost
+    stale = checkpoints.stale_seconds
+    return f"nothing could be saved for {stale:.0f} s (checkpoint.stale_seconds)" \
+        if stale > cfg.checkpoint.stale_seconds else None
 
 
 class Run:
@@ -126,15 +144,16 @@ class Run:
 
     def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
                  newest: int, console: Console, clock: Clock, attendance: Attendance,
-                 why_mesh: Sequence[str] = (), found: str | None = None) -> None:
+                 why_mesh: Sequence[str] = (), found: str | None = None, lease: Lease | None = None) -> None:
         """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
         self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, clock
-        self.attendance = attendance
+        self.attendance, self.lease = attendance, lease
         self.batches = make_batches(cfg, data, sharding(mesh, "batch", None))
         self.step, self.record = 0, Record()
         with attendance.phase("restore"):
             abstract = abstract_state(cfg, mesh)
-            restored = attendance.restore(abstract, newest) or checkpoints.restore(abstract)
+            restored = attendance.restore(abstract, newest) or checkpoints.restore(
+                abstract, finite=lambda leaf: not leaf.endswith("_window"))
         if restored is None:
             check_new_run(cfg)
             self.state: TrainState = init_state(cfg)
@@ -144,6 +163,9 @@ class Run:
             self.state, self.step, self.record = restored.state, restored.step, dict(restored.extra["record"])
             self.batches.set_state(restored.extra["data"])
             console.note(f"resuming {cfg.run_dir} from update {self.step} of {cfg.train.steps}")
+            if restored.other_versions:
+                console.note(f"the checkpoint was made with {'; '.join(restored.other_versions)}: the run goes on, but "
+                             f"not to the same bits")
         self.evaluate = Evaluations(cfg, data, mesh) if cfg.eval.every is not None else None
         # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
         kept, primary = -1 if restored is None else self.step, jax.process_index() == 0
@@ -178,7 +200,8 @@ class Run:
             if previous is not None:
                 self._write(previous[0], self._read(*previous))
             stopped_by = votes.reason()
-            save, evaluate = self._due(cfg.checkpoint.every), self._due(cfg.eval.every, cfg.eval.at_end)
+            save = self._due(cfg.checkpoint.every) or votes.retry(self.checkpoints.retry_due)
+            evaluate = self._due(cfg.eval.every, cfg.eval.at_end)
             sample, leave = self._samples_due(evaluate), stopped_by == MEMBERS
             snapshot = leave or self.attendance.snapshot_due(cfg, self.step)
             if save or evaluate or sample or snapshot or stopped_by:
@@ -299,6 +322,8 @@ class Run:
 
     def _write(self, step: int, record: Record) -> None:
         self.attendance.check()
+        if self.lease is not None:
+            self.lease.refuse_if_late()
         self.writer.write(step, record | self.clock.take_apart())
         if "train/CE loss" in record and (step % self.cfg.log.every == 0 or step == self.cfg.train.steps):
             self.console.step(step, self.cfg.train.steps, record)

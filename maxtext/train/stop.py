@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -17,8 +18,9 @@ from maxtext.parallel.sharding import sharding
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MEMBERS = "a change of members"  # of an elastic run: it goes on at once, in another attempt
-# What processes vote, the largest wins: nothing, new members, a signal's number (from 2 on), a spent time budget.
-_GO_ON, _MEMBERS, _BUDGET = 0, 1, 100
+# What processes vote, the largest wins: nothing, new members, a signal's number (from 2 on), a spent time budget,
+# trouble with saving. Twice that, plus 1 from who wants to try again to save.
+_GO_ON, _MEMBERS, _BUDGET, _TROUBLE = 0, 1, 100, 101
 
 
 class Stopper:
@@ -26,7 +28,12 @@ class Stopper:
 
     A first SIGTERM or SIGINT only sets a flag, so that the update in progress ends and is saved. A second one acts as
     it would without this class, for a person who does not want to wait.
+
+    Attributes:
+      trouble: says why the run cannot go on, or None.
     """
+
+    trouble: Callable[[], str | None] = staticmethod(lambda: None)
 
     def __init__(self, started: float, max_seconds: float | None) -> None:
         """`started` is the `time.monotonic()` from which `max_seconds` (None: no budget) counts."""
@@ -60,7 +67,7 @@ class Stopper:
             return self._signal.name
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return f"time budget of {self._max_seconds:g} s (train.max_seconds)"
-        return None
+        return self.trouble()
 
 
 class Votes:
@@ -73,19 +80,27 @@ class Votes:
     def __init__(self, stopper: Stopper, mesh: Mesh) -> None:
         self._stopper, self._several = stopper, jax.process_count() > 1
         self._shape, self._sharding = (batch_devices(mesh),), sharding(mesh, "batch")
-        self._heard = 0
+        self._heard, self._retry, self._heard_retry = _GO_ON, False, False
 
     def cast(self) -> tuple[jax.Array, ...]:
         """The vote to give to the next update: (batch devices,) int32; nothing in a job of one process."""
         if not self._several:
             return ()
-        vote = self._code()
+        vote = 2 * self._code() + self._retry
         return (jax.make_array_from_callback(self._shape, self._sharding, lambda index: np.full(
             self._shape, vote, np.int32)[index]),)
 
     def hear(self, vote: int) -> None:
         """Takes in what an update returned."""
-        self._heard = max(self._heard, vote)
+        self._heard, self._heard_retry = max(self._heard, vote // 2), vote == 1
+
+    def retry(self, wanted: bool) -> bool:
+        """Whether all processes try again now to save, because one of them wants to."""
+        if not self._several:
+            return wanted
+        heard, self._heard_retry = self._heard_retry, False
+        self._retry = wanted and not heard
+        return heard
 
     def reason(self) -> str | None:
         """Why the run stops now, in every process alike; None: it goes on."""
@@ -93,6 +108,8 @@ class Votes:
             return self._stopper.reason()
         if not self._heard:
             return None
+        if self._heard == _TROUBLE:
+            return self._stopper.trouble() or "trouble with saving in another process, whose log says which"
         named = {_MEMBERS: MEMBERS, _BUDGET: "a time budget (train.max_seconds)"}
         return named.get(self._heard) or signal.Signals(self._heard).name
 
@@ -103,4 +120,6 @@ class Votes:
         if reason == MEMBERS:
             return _MEMBERS
         received = self._stopper.received
-        return _BUDGET if received is None else int(received)
+        if received is not None:
+            return int(received)
+        return _TROUBLE if self._stopper.trouble() else _BUDGET

@@ -180,7 +180,7 @@ def test_when_every_step_is_bad_nothing_starts_from_scratch(directory: Path):
         assert str(caught.value).startswith(f"no good checkpoint is left in {directory}: ")
         assert f"{GOOD}.bad-1" in str(caught.value)
         assert f"{BAD}.bad-1" in str(caught.value)
-        assert "move the directory away" in str(caught.value)
+        assert "set checkpoint.allow_fresh=true (or another run_name) to start from scratch" in str(caught.value)
 
 
 def test_a_second_bad_copy_gets_the_next_number(directory: Path, pristine: Path):

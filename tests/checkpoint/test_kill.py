@@ -17,7 +17,7 @@ WIDTH = 128
 # Saves steps 1, 2, 3 ... with seed = step; at the named point of the save of step 3 the process kills itself.
 CHILD = f"""
 import os, signal, sys
-from maxtext.checkpoint import manager, manifest
+from maxtext.checkpoint import manager, manifest, upkeep
 from tests.checkpoint.states import config, make_mesh, make_state
 
 directory, point, again = sys.argv[1], sys.argv[2], sys.argv[3] == "again"
@@ -44,7 +44,7 @@ points = {{
     "manifest staged": [(manifest, "stage", "after", step_3)],
     "committing": [(manifest, "commit", "before", step_3)],
     "committed": [(manifest, "commit", "after", step_3)],
-    "deleting the old": [(manager.shutil, "rmtree", "before", doomed)],
+    "deleting the old": [(upkeep.shutil, "rmtree", "before", doomed)],
 }}
 for module, name, when, matches in points[point]:
     kill_around(module, name, when, matches)

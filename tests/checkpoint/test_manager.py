@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from maxtext.checkpoint import manifest
+from maxtext.checkpoint import manager, manifest
 from maxtext.checkpoint.manager import CheckpointError, Checkpoints
 from tests.checkpoint.states import P, abstract, child_environment, config, found, host_bits, make_mesh, make_state
 
@@ -367,7 +368,65 @@ def test_nan_is_saved_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_the_manifest_says_who_wrote_it(saved_on_8: str):
     document = json.loads((Path(saved_on_8) / "step_00000003" / "manifest.json").read_text())["body"]
-    assert set(document["versions"]) == {"maxtext", "jax", "orbax"}
+    assert set(document["versions"]) == {"maxtext", "python", "jax", "jaxlib", "numpy", "orbax-checkpoint"}
     assert document["versions"]["jax"] == jax.__version__
+    origin = document["provenance"]
+    assert (origin["mesh"], origin["devices"], origin["processes"]) == ({"fsdp": 8}, "8 x cpu", 1)
+    assert origin["flags"] == {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    assert origin["config_sha256"] == hashlib.sha256(b"").hexdigest()
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(document["saved_at"])
     assert datetime.timedelta() <= age + datetime.timedelta(seconds=1) < datetime.timedelta(hours=1)
+
+
+def test_nothing_is_deleted_before_the_new_step_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A disk that says it has written and has not: the older step must outlive that."""
+    checkpoints = Checkpoints(str(tmp_path), config(keep_last=1, asynchronous=False))
+    checkpoints.save(1, {"x": jnp.arange(5000)}, {})
+    commit = manifest.commit
+
+    def rot(step_dir: str, token: int = 0) -> None:
+        commit(step_dir, token)
+        largest = max((path for path in Path(step_dir).rglob("*") if path.is_file()), key=lambda x: x.stat().st_size)
+        data = bytearray(largest.read_bytes())
+        data[len(data) // 2] ^= 1
+        largest.write_bytes(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "commit", rot)
+        with pytest.raises(CheckpointError, match=r"step 2 was not saved .*: read back right after it was written, .* "
+                           r"has changed since .*; set aside as step_00000002.bad-1, and no earlier"):
+            checkpoints.save(2, {"x": jnp.arange(5000)}, {})
+    assert (checkpoints.steps(), checkpoints.stale_seconds > 0) == ([1], True)
+    checkpoints.save(3, {"x": jnp.arange(5000)}, {})
+    assert (checkpoints.steps(), checkpoints.stale_seconds) == ([3], 0)
+    checkpoints.close()
+
+
+def test_a_step_with_nan_where_there_must_be_none_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    checkpoints = Checkpoints(str(tmp_path), config(asynchronous=False))
+    checkpoints.save(1, {"w": jnp.ones(3), "window": jnp.array([jnp.inf])}, {})
+    checkpoints.save(2, {"w": jnp.array([1, jnp.nan, 1]), "window": jnp.zeros(1)}, {})
+    target = {"w": jax.ShapeDtypeStruct((3,), jnp.float32), "window": jax.ShapeDtypeStruct((1,), jnp.float32)}
+    assert found(checkpoints.restore(target, finite=lambda name: name == "w")).step == 1
+    assert "step_00000002: NaN or infinite values in w" in caplog.text
+    assert found(checkpoints.restore(target)).step == 2
+    checkpoints.close()
+
+
+def test_failed_saves_are_tried_again_after_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoints = Checkpoints(str(tmp_path), config())
+    now = [100.0]
+    monkeypatch.setattr(manager.time, "monotonic", lambda: now[0])
+    (tmp_path / "step_00000001").write_text("in the way")
+    due = []
+    for _ in range(3):
+        checkpoints.save(1, {"x": jnp.ones(3)}, {})
+        for pause in (4.9, 0.2, 5, 10):
+            now[0] += pause
+            due.append(checkpoints.retry_due)
+    assert due == [False, True, True, True, False, False, True, True, False, False, False, True], "5, 10, 20 seconds"
+    os.remove(tmp_path / "step_00000001")
+    checkpoints.save(1, {"x": jnp.ones(3)}, {})
+    checkpoints.wait()
+    assert (checkpoints.retry_due, checkpoints.stale_seconds) == (False, 0)
+    checkpoints.close()

@@ -1,6 +1,8 @@
 """A second trainer in the same run directory is refused; the lock goes with its process, however that ends."""
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -32,11 +34,17 @@ def holder(runs: Runs):
 
 
 def test_a_second_trainer_is_refused_and_changes_nothing(runs, holder, capsys):
-    before = contents(runs.directory())
+    def others() -> dict:
+        return {name: found for name, found in contents(runs.directory()).items() if not name.startswith(".lease")}
+
+    before = others()
     assert train(runs.arguments()) == 2
-    assert capsys.readouterr().err == (f"another process is training in {runs.directory()}; wait for it, stop it, or "
-                                       f"choose another run_name\n")
-    assert contents(runs.directory()) == before
+    who = rf"process {holder.pid} on {re.escape(socket.gethostname())}, since 20\d\d-\d\d-\d\dT[\d:]+\+00:00"
+    assert re.fullmatch(rf"another process is training in {runs.directory()} \({who}\); wait for it, stop it, or "
+                        rf"choose another run_name\n", capsys.readouterr().err)
+    assert others() == before
+    assert sorted(path.suffix for path in (runs.directory() / ".lease").iterdir() if path.suffix != ".tmp") == [
+        ".base", ".beat", ".json"], "no claim was made"
 
 
 def test_a_killed_trainer_leaves_no_lock(runs, holder):
