@@ -273,7 +273,7 @@ class Checkpoints:
             self._lease.check()  # as late as can be; what still slips in is not in the base of the newer token
         before = [entry.step for entry in manifest.scan(self.directory) if entry.status == "good"]
         for aside in upkeep.set_aside_after(self.directory, job.step):
-            log.warning("step %d is saved after a rewind: a later one was set aside as %s", job.step, aside)
+            log.warning("step %d is saved after a rewind: %s was set aside as %s", job.step, aside.split(".")[0], aside)
         manifest.commit(job.step_dir, saved.token)
         self._tidy(saved, [step for step in before if step is not None and step < job.step])
         self._failures, self._good_at = 0, time.monotonic()
