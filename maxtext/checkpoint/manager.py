@@ -169,7 +169,7 @@ class Checkpoints:
         # Dispatched before anybody can donate: the sums are of exactly the arrays that Orbax is given.
         sums, origin = integrity.tree_sums(state), provenance(state, self._config_text)
         job = _Save(step, self._path(manifest.step_name(step)), leaves, sums, extra, origin)
-        self._join()
+        self.join()
         self._failure, self._saving_step = None, step
         try:
             attempt = from_process_0(lambda: _begin(job.step_dir))
@@ -198,7 +198,7 @@ class Checkpoints:
         step_dir = self._path(manifest.step_name(_natural(step)))
         described = {name: Leaf(leaf.shape, leaf.dtype, (0, 0)) for name, leaf in leaves.items()}
         job = _Save(step, step_dir, described, {}, manifest.plain_json(extra), provenance({}, self._config_text))
-        self._join()
+        self.join()
         self._failure = None
         try:
             job = dataclasses.replace(job, arrays=manifest.arrays_name(_begin(step_dir), self._token()))
@@ -233,16 +233,17 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait for the save under way; CheckpointError with path and reason if the last save failed."""
-        self._join()
+        self.join()
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
         """Wait for the save under way and free Orbax's threads. A failure was logged; `wait` raises it."""
-        self._join()
+        self.join()
         self._orbax.close()
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Wait for the save under way, however it ends."""
         if self._saving is not None:
             self._saving.join()
             self._saving = None
@@ -331,6 +332,11 @@ class Checkpoints:
             )
         upkeep.clean_unfinished(self.directory)
 
+    def set_aside_after(self, step: int) -> None:
+        """Set later steps aside, because the run has left their branch; in process 0 alone."""
+        for aside in upkeep.set_aside_after(self.directory, step):
+            log.warning("%s: set aside, the run has gone back to step %d", self._path(aside), step)
+
     # ---- restoring
 
     def restore(self, abstract_state: PyTree, step: int | None = None, *, partial: bool = False,
@@ -350,7 +356,7 @@ class Checkpoints:
         Raises CheckpointError when there were checkpoints but none is good, and when the leaves asked for differ from
         those saved in name, shape or dtype (every such leaf is listed; nothing is renamed or converted).
         """
-        self._join()
+        self.join()
         wanted = integrity.named_leaves(abstract_state)
         treedef = jax.tree.structure(abstract_state)
         if step is not None:
@@ -446,7 +452,7 @@ class Checkpoints:
 
 def _join_at_exit(checkpoints: "weakref.ref[Checkpoints]") -> None:
     if (alive := checkpoints()) is not None:
-        alive._join()
+        alive.join()
 
 
 def _begin(step_dir: str) -> int:

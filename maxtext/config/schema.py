@@ -11,6 +11,7 @@ from typing import Literal
 
 from maxtext.config.architecture import ModelConfig
 from maxtext.config.field import field
+from maxtext.config.guards import GuardConfig as GuardConfig
 from maxtext.config.optimizer import MuonConfig as MuonConfig
 from maxtext.config.optimizer import OptimConfig as OptimConfig
 from maxtext.config.optimizer import SkipConfig as SkipConfig
@@ -107,6 +108,9 @@ class DataConfig:
         "null: sequence_length.", None, minimum=2)
     mixture_tokens: int | None = field("Tokens in one epoch of a mixture, whose sources give a ratio.", None,
                                        also=("requested_tokens",), minimum=1)
+    bad_instances: float = field("Share of a run's instances that may be unreadable or hold ids beyond vocab_size: "
+                                 "they are left out of the loss and written down; one more ends the run.", 1e-6,
+                                 minimum=0, maximum=1)
     prefetch: int = field("Batches read ahead of the step.", 4, minimum=0)
     workers: int = field("Reader processes; 0 reads in threads of this process. The order does not depend on it.", 0,
                          minimum=0)
@@ -361,6 +365,7 @@ class Config:
     kernels: KernelConfig = field("Implementations.", KernelConfig)
     quant: QuantConfig = field("Matmuls in eight bits.", QuantConfig)
     checkpoint: CheckpointConfig = field("Checkpoints.", CheckpointConfig)
+    guard: GuardConfig = field("When a run goes back by itself.", GuardConfig)
     elastic: ElasticConfig = field("Loss and return of workers.", ElasticConfig)
     eval: EvalConfig = field("Held-out evaluation.", EvalConfig)
     generate: GenerateConfig = field("Samples while training.", GenerateConfig)

@@ -30,7 +30,7 @@ class Batch:
 
 
 def make_batch(tokens_BT: np.ndarray, real_B: np.ndarray | None = None, segments_BT: np.ndarray | None = None,
-               rejected_B: np.ndarray | None = None) -> Batch:
+               rejected_B: np.ndarray | None = None, masked_B: np.ndarray | None = None) -> Batch:
     """A batch in host memory: nothing is predicted across the border of an instance, into padding, or when rejected.
 
     Args:
@@ -38,6 +38,7 @@ def make_batch(tokens_BT: np.ndarray, real_B: np.ndarray | None = None, segments
       real_B: tokens before the padding of each instance; all by default. The ids themselves say nothing about it.
       segments_BT: document numbers, for attention inside documents.
       rejected_B: bool, instances without loss.
+      masked_B: bool, bad instances: without loss too, and as if they were not there where losses are divided.
     """
     B, T = tokens_BT.shape
     tokens_BT = tokens_BT.astype(np.int32)
@@ -47,6 +48,8 @@ def make_batch(tokens_BT: np.ndarray, real_B: np.ndarray | None = None, segments
     counts_B = np.maximum(counts_B, 1) - 1
     if rejected_B is not None:
         counts_B = np.where(rejected_B, 0, counts_B)
+    if masked_B is not None:
+        counts_B = np.where(masked_B, 0, counts_B)
     weights_BT = (np.arange(T) < counts_B[:, None]).astype(np.float32)
     return Batch(tokens_BT, targets_BT, weights_BT, None if segments_BT is None else segments_BT.astype(np.int32),
                  None if rejected_B is None else rejected_B.astype(np.float32),

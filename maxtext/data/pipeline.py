@@ -5,6 +5,7 @@ Shapes: B instances of the global batch, T tokens of one instance, R rows of B t
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -14,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.config.reason import placed
 from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.data.batch import Batch, make_batch
+from maxtext.data.journal import Journal, data_step
 from maxtext.data.order import GlobalOrder
 from maxtext.data.reader import RowRules, Rows, StepSource, begin_worker, make_reader
 from maxtext.data.reference import loader_state
@@ -24,25 +27,28 @@ from maxtext.data.tokens import ResolvedData, cache_dir
 
 STATE_VERSION = 1
 READ_THREADS = 4
+log = logging.getLogger("maxtext.data")
 
 
 class Batches(Iterator[Batch]):
     """Global batches of the updates 1, 2, ... without end; epochs roll over.
 
-    Batch k is a pure function of the data, data.seed and k. Made by `make_batches`.
+    Batch k is a pure function of the data, data.seed, k and the decisions of the journal. Made by `make_batches`.
 
     Attributes:
       last_wait_seconds: how long the last `__next__` waited for the reader.
     """
 
-    def __init__(self, cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None):
+    def __init__(self, cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None,
+                 journal: Journal | None = None):
+        self.journal = Journal() if journal is None else journal
         self._cfg, self._resolved, self._sharding = cfg, resolved, sharding
         self._shape = (cfg.train.global_batch, cfg.data.sequence_length)
         self._order = GlobalOrder(resolved.n_instances, cfg.train.global_batch, cfg.data.seed, resolved.fingerprint,
                                   cache_dir(cfg), resolved.chunk)
         self._reader = make_reader(resolved)
         self._rows = local_rows(sharding, self._shape)
-        self._source = StepSource(self._order, self._reader, self._rows, RowRules.of(cfg.data, resolved.eos_id))
+        self._rules = RowRules.of(cfg.data, resolved.eos_id)
         self._step = 0
         self._iterator: Any = None
         self.last_wait_seconds = 0.0
@@ -54,10 +60,53 @@ class Batches(Iterator[Batch]):
         rows: Rows = next(self._iterator)
         self.last_wait_seconds = time.perf_counter() - begin
         # Here and not in a worker, so that nothing unchecked can reach a device and the error has one form.
-        self._reader.check(rows["tokens"], self.instance_ids(self._step + 1)[self._rows])
+        rows, masked = self._without_bad(rows, self.instance_ids(self._step + 1)[self._rows])
         self._step += 1
-        batch = make_batch(rows["tokens"], rows.get("real"), rows.get("segments"), rows.get("rejected"))
+        batch = make_batch(rows["tokens"], rows.get("real"), rows.get("segments"), rows.get("rejected"), masked)
         return batch if self._sharding is None else jax.tree.map(self._to_global, batch)
+
+    def _without_bad(self, rows: Rows, ids: np.ndarray) -> tuple[Rows, np.ndarray | None]:
+        """The rows with padding in place of bad instances, and which those are; None when all are good.
+
+        What makes an instance bad is in its bytes alone, so that every mesh leaves out the same.
+        """
+        bad = np.isin(ids, list(self.journal.masked)) if self.journal.masked else np.zeros(len(ids), bool)
+        for row in np.flatnonzero(rows.get("unread", bad & False) & ~bad):
+            self._mask(int(ids[row]), self._fault(ids[row:row + 1]) or "could not be read at first")
+            bad[row] = True
+        try:
+            self._reader.check(rows["tokens"][~bad], ids[~bad])
+        except DataError:
+            for row in np.flatnonzero(~bad):
+                try:
+                    self._reader.check(rows["tokens"][row:row + 1], ids[row:row + 1])
+                except DataError as error:
+                    self._mask(int(ids[row]), str(error))
+                    bad[row] = True
+        if not bad.any():
+            return rows, None
+        blank = self._rules.blank(self._reader.blank())
+        return {name: np.where(bad.reshape(-1, *(1,) * (old.ndim - 1)), blank[name].astype(old.dtype), old)
+                for name, old in rows.items() if name != "unread"}, bad
+
+    def _fault(self, ids: np.ndarray) -> str | None:
+        """Why an instance cannot be read; None when it can be now."""
+        try:
+            self._reader.read(ids)
+        except (DataError, OSError) as error:
+            return placed(error)
+        return None
+
+    def _mask(self, instance: int, why: str) -> None:
+        """Leaves an instance out from now on. DataError, with file and place, when there have been too many."""
+        share, total = self._cfg.data.bad_instances, self._cfg.train.steps * self._shape[0]
+        most = int(share * total)
+        if len(self.journal.masked) >= most:
+            raise DataError(why if not most else (
+                f"{why}. It would be the {most + 1}th bad instance, but only {most} may be left out "
+                f"(data.bad_instances {share:g} of {total:,}); mend the file, or raise data.bad_instances"))
+        self.journal.mask(instance, why)
+        log.warning("instance %d is left out of the loss from update %d on: %s", instance, self._step + 1, why)
 
     def abstract(self) -> Batch:
         """The shapes, types and shardings of every batch, to compile from."""
@@ -65,7 +114,7 @@ class Batches(Iterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch, for JSON: the number of updates, and what they were counted in."""
-        return {"version": STATE_VERSION, "step": self._step, **self._identity()}
+        return {"version": STATE_VERSION, "step": self._step, **self._identity(), **self.journal.state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues after the position of `state`, on any number of hosts, devices and workers.
@@ -83,15 +132,20 @@ class Batches(Iterator[Batch]):
             raise DataError(f"cannot continue at step {state.get('step')}: {'; '.join(wrong)}. Restore the old values, "
                             "or start a new run with another run_name")
         self._close_iterator()
+        self.journal.add_state(state)
         self._step = int(state["step"])
+
+    def data_step(self, update: int) -> int:
+        """Which batch of the data's order an update takes: its own number, unless batches were passed over."""
+        return data_step(update, self.journal.jumps)
 
     def instance_ids(self, step: int) -> np.ndarray:
         """Global instance ids of update `step` (from 1), uint32, shape (B,); needs no reading."""
-        return self._order.instance_ids(step)
+        return self._order.instance_ids(self.data_step(step))
 
     def epoch(self, step: int) -> int:
         """Epoch, from 1, of update `step`, from 1."""
-        return self._order.epoch(step)
+        return self._order.epoch(self.data_step(step))
 
     def describe(self) -> dict[str, Any]:
         """What a person should know of the data before the run, for the start table; JSON-able."""
@@ -123,7 +177,7 @@ class Batches(Iterator[Batch]):
         """This position as OLMo-core's data loader would save it, to compare or to go on there."""
         epoch = self.epoch(max(1, self._step))
         return loader_state(self._cfg.data, self._resolved, self._shape[0],
-                            self._step - (epoch - 1) * self._order.batches_per_epoch, epoch)
+                            self.data_step(self._step) - (epoch - 1) * self._order.batches_per_epoch, epoch)
 
     def close(self) -> None:
         """Ends the reader's threads and processes."""
@@ -137,9 +191,10 @@ class Batches(Iterator[Batch]):
         """Grain's iterator from element `step` on."""
         import grain  # here, because it takes 0.3 s and verbs that read no data do not need it
 
-        self._order.prepare(step + 1)
+        self._order.prepare(self.data_step(step + 1))
         prefetch, workers = self._cfg.data.prefetch, self._cfg.data.workers
-        dataset = grain.MapDataset.source(self._source)[step:]
+        dataset = grain.MapDataset.source(StepSource(self._order, self._reader, self._rows, self._rules,
+                                                     self.journal.jumps))[step:]
         threads = min(READ_THREADS, prefetch) if workers == 0 else 1
         buffer = prefetch if workers == 0 else 1
         dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer))
@@ -194,7 +249,8 @@ def _sharding_of(sharding: jax.sharding.NamedSharding | None, rank: int) -> jax.
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:rank]))
 
 
-def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None = None) -> Batches:
+def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None = None,
+                 journal: Journal | None = None) -> Batches:
     """The batches of a run.
 
     Args:
@@ -202,12 +258,13 @@ def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.Nam
       resolved: its data, from `tokens.resolve`.
       sharding: of the (B, T) arrays; each process reads only the rows of its devices. None gives numpy arrays of all
         rows.
+      journal: of the run, for what was decided about its data; None: nothing was, and nothing is written down.
 
     Raises:
       DataError: the batch does not divide over the sharding, or the processes of the job resolved different data.
     """
     _check_same_everywhere(resolved.fingerprint)
-    return Batches(cfg, resolved, sharding)
+    return Batches(cfg, resolved, sharding, journal)
 
 
 def _check_same_everywhere(fingerprint: str) -> None:

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from maxtext.config.schema import DataConfig
+from maxtext.data import DataError
 from maxtext.data.documents import segments, segments_of_lengths
+from maxtext.data.journal import Jump, data_step
 from maxtext.data.order import GlobalOrder
 from maxtext.data.preflight import check_ids, read_tokens
 from maxtext.data.repetition import RepetitionRule, repetitive
@@ -56,6 +58,10 @@ class Reader(Protocol):
         """
         ...
 
+    def blank(self) -> np.ndarray:
+        """One instance of padding, (1, T), in the type of the files."""
+        ...
+
     def lengths(self, ids: np.ndarray) -> Sequence[np.ndarray] | None:
         """Lengths of the documents packed into each instance; None when instances are full and cut anywhere."""
         ...
@@ -81,7 +87,7 @@ class InstanceReader:
         self._ends = np.cumsum([part.n_instances for part in data.parts])
         self._dtype = data.dtype
         self._T = data.sequence_length
-        self._vocab_size = data.vocab_size
+        self._vocab_size, self._pad_id = data.vocab_size, data.pad_id
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """As `Reader.read`."""
@@ -90,6 +96,10 @@ class InstanceReader:
             path, start = self.locate(int(instance))
             tokens[row] = read_tokens(path, self._dtype, start, self._T)
         return tokens
+
+    def blank(self) -> np.ndarray:
+        """As `Reader.blank`."""
+        return np.full((1, self._T), self._pad_id, self._dtype)
 
     def lengths(self, ids: np.ndarray) -> None:
         """As `Reader.lengths`."""
@@ -135,6 +145,10 @@ class PackedReader:
                 begin += length
         return tokens
 
+    def blank(self) -> np.ndarray:
+        """As `Reader.blank`."""
+        return np.full((1, self._T), self._pad_id, self._dtype)
+
     def lengths(self, ids: np.ndarray) -> list[np.ndarray]:
         """As `Reader.lengths`."""
         return [np.array([length for _, _, length in self._documents(int(instance))]) for instance in ids]
@@ -175,19 +189,22 @@ class RowRules:
       segments: whether rows carry document numbers: True, or False for none.
       boundaries_known: whether documents end where the reader says, and not only where eos_id stands.
       repetition: rule of the instance filter, or None.
+      packed: whether instances may end in padding.
     """
 
     eos_id: int
     segments: bool = False
     boundaries_known: bool = False
     repetition: RepetitionRule | None = None
+    packed: bool = False
 
     @classmethod
     def of(cls, data: DataConfig, eos_id: int) -> RowRules:
         """The rules of a data section."""
         rule = data.instance_filter
         return cls(eos_id, data.document_masking, data.document_boundaries == "csv",
-                   RepetitionRule(rule.min_period, rule.max_period, rule.max_count) if rule.enabled else None)
+                   RepetitionRule(rule.min_period, rule.max_period, rule.max_count) if rule.enabled else None,
+                   data.packing == "best_fit")
 
     def rows(self, tokens_RT: np.ndarray, lengths: Sequence[np.ndarray] | None) -> Rows:
         """`tokens` and, by the rules, `real` (R,), `segments` (R, T) int32 and `rejected` (R,) bool."""
@@ -202,16 +219,48 @@ class RowRules:
             rows["rejected"] = repetitive(tokens_RT, self.repetition)
         return rows
 
+    def blank(self, tokens_1T: np.ndarray) -> Rows:
+        """The row of an instance that is left out: one document of padding, which nothing rejects."""
+        rows = {"tokens": tokens_1T}
+        if self.packed:
+            rows["real"] = np.ones(1, np.int64)
+        if self.segments:
+            rows["segments"] = np.zeros_like(tokens_1T, np.int32)
+        if self.repetition is not None:
+            rows["rejected"] = np.zeros(1, bool)
+        return rows
+
 
 class StepSource:
-    """What Grain indexes: element i holds the rows of update i+1 that this process needs, with raw ids."""
+    """What Grain indexes: element i holds the rows of update i+1 that this process needs, with raw ids.
 
-    def __init__(self, order: GlobalOrder, reader: Reader, rows: np.ndarray, rules: RowRules):
+    An instance that cannot be read is a row of padding and is `unread`, (R,) bool, where any is.
+    """
+
+    def __init__(self, order: GlobalOrder, reader: Reader, rows: np.ndarray, rules: RowRules,
+                 jumps: Sequence[Jump] = ()):
         self._order, self._reader, self._rows, self._rules = order, reader, rows, rules
+        self._jumps = list(jumps)
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: Any) -> Rows:
-        ids = self._order.instance_ids(int(index) + 1)[self._rows]
-        return self._rules.rows(self._reader.read(ids), self._reader.lengths(ids))
+        ids = self._order.instance_ids(data_step(int(index) + 1, self._jumps))[self._rows]
+        try:
+            return self._rules.rows(self._reader.read(ids), self._reader.lengths(ids))
+        except (DataError, OSError):
+            return self._one_by_one(ids)
+
+    def _one_by_one(self, ids: np.ndarray) -> Rows:
+        """The rows of a step of which some cannot be read."""
+        found: list[Rows] = []
+        unread = np.zeros(len(ids), bool)
+        for row in range(len(ids)):
+            one = ids[row:row + 1]
+            try:
+                found.append(self._rules.rows(self._reader.read(one), self._reader.lengths(one)))
+            except (DataError, OSError):
+                unread[row] = True
+                found.append(self._rules.blank(self._reader.blank()))
+        return {name: np.concatenate([rows[name] for rows in found]) for name in found[0]} | {"unread": unread}

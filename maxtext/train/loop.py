@@ -26,6 +26,7 @@ from maxtext.checkpoint.manager import CheckpointError, Checkpoints
 from maxtext.checkpoint.processes import from_process_0
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import Config
+from maxtext.data.journal import Journal
 from maxtext.data.pipeline import make_batches
 from maxtext.data.tokens import ResolvedData, resolve
 from maxtext.eval.evaluations import Evaluations
@@ -39,6 +40,7 @@ from maxtext.parallel.sharding import sharding
 from maxtext.train.attendance import Attendance, MembersChanged
 from maxtext.train.console import Console, host_memory_gib
 from maxtext.train.expert_loads import ExpertLoads
+from maxtext.train.guard import GoBack, Guard, Skips, leave_branch
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
@@ -81,7 +83,7 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
       DataError, TaskError, MeshError, CheckpointError, ResumeError: for what is wrong with data, tasks, devices or
         saved state.
       RunInUseError: another process is training in the same run directory.
-      TrainingError: when a loss is not finite, or a gradient whose update was not skipped.
+      TrainingError: when too many updates are skipped and going back does not help.
       MembersChanged: of an elastic run, which another attempt continues.
     """
     attendance = attendance or Attendance()
@@ -105,7 +107,8 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text,
                               lease=lease)
     attendance.opened(checkpoints)
-    newest = from_process_0(lambda: -1 if (latest := checkpoints.latest()) is None else latest)
+    journal = Journal(cfg.run_dir, jax.process_index())
+    newest = from_process_0(lambda: leave_branch(checkpoints, journal))
     if newest >= 0:
         check_same_run(cfg, checkpoints.config_text(newest), newest, console.note)
         if newest >= cfg.train.steps and from_process_0(lambda: last_step(cfg.run_dir)) >= newest:
@@ -118,16 +121,21 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
     with attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
         stopper.trouble = lambda: _trouble(cfg, checkpoints, lease)
-        run = Run(cfg, config_text, resolve(cfg), mesh, checkpoints, newest, console, clock, attendance, why_mesh,
-                  found, lease)
-        try:
-            return run.loop(Votes(stopper, mesh))
-        except (CheckpointError, LeaseError) as error:
-            if why := stopper.trouble():
-                raise TrainingError(f"{why}; {error}") from error
-            raise
-        finally:
-            run.close()
+        data = resolve(cfg)
+        while True:
+            run = Run(cfg, config_text, data, mesh, checkpoints, newest, console, clock, attendance, journal, why_mesh,
+                      found, lease)
+            try:
+                return run.loop(Votes(stopper, mesh))
+            except GoBack as back:
+                console.note(str(back))
+            except (CheckpointError, LeaseError) as error:
+                if why := stopper.trouble():
+                    raise TrainingError(f"{why}; {error}") from error
+                raise
+            finally:
+                run.close()
+            newest = from_process_0(lambda: leave_branch(checkpoints, journal))
 
 
 def _trouble(cfg: Config, checkpoints: Checkpoints, lease: Lease | None) -> str | None:
@@ -143,25 +151,31 @@ class Run:
     """The live objects of a run, and the few things that are done with them between updates."""
 
     def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
-                 newest: int, console: Console, clock: Clock, attendance: Attendance,
+                 newest: int, console: Console, clock: Clock, attendance: Attendance, journal: Journal,
                  why_mesh: Sequence[str] = (), found: str | None = None, lease: Lease | None = None) -> None:
         """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
         self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, clock
         self.attendance, self.lease = attendance, lease
-        self.batches = make_batches(cfg, data, sharding(mesh, "batch", None))
+        self.batches = make_batches(cfg, data, sharding(mesh, "batch", None), journal)
+        self.guard = Guard(cfg.guard, checkpoints, self.batches)
         self.step, self.record = 0, Record()
         with attendance.phase("restore"):
             abstract = abstract_state(cfg, mesh)
-            restored = attendance.restore(abstract, newest) or checkpoints.restore(
+            restored = attendance.restore(abstract, newest)
+            if restored is not None and journal.lacking(restored.extra["data"], restored.step):
+                restored = None  # of the branch that was left
+            restored = restored or checkpoints.restore(
                 abstract, finite=lambda leaf: not leaf.endswith("_window"))
         if restored is None:
             check_new_run(cfg)
+            journal.forget()
             self.state: TrainState = init_state(cfg)
             if cfg.train.init_from.path is not None:
                 self.state = warm_start(self.state, cfg.train.init_from, console.note)
         else:
             self.state, self.step, self.record = restored.state, restored.step, dict(restored.extra["record"])
             self.batches.set_state(restored.extra["data"])
+            self.guard.skips = Skips(tuple(restored.extra.get("skips", ())))
             console.note(f"resuming {cfg.run_dir} from update {self.step} of {cfg.train.steps}")
             if restored.other_versions:
                 console.note(f"the checkpoint was made with {'; '.join(restored.other_versions)}: the run goes on, but "
@@ -270,21 +284,15 @@ class Run:
         self.votes.hear(read.pop("vote", np.int32(0)).item())
         values = {name: value.item() for name, value in read.items()}
         seconds = self.clock.lap()
-        spoilt = not math.isfinite(values["grad_norm"]) and not values["skipped"]  # the new weights, not yet the loss
-        if spoilt or not math.isfinite(values["cross_entropy"]):
-            raise TrainingError(self._not_finite(step, values))
+        if hopeless := self.guard.observe(step, values):
+            raise TrainingError(f"{hopeless} Lower optim.lr or raise schedule.warmup_steps, look at the batch of "
+                                f"update {step}, or go back by removing the newest checkpoints in "
+                                f"{self.cfg.run_dir}/checkpoints.")
         record = step_record(self.cfg, step, values, seconds, wait_seconds, self.mesh)
         if router is None:
             return record
         self.loads.write(step, router["load"])
         return record | router_record(self.cfg, router)
-
-    def _not_finite(self, step: int, values: dict[str, float]) -> str:
-        newest = self.checkpoints.latest()
-        back = "no checkpoint was saved before" if newest is None else f"the newest checkpoint is of update {newest}"
-        return (f"update {step} is not finite: loss {values['cross_entropy']}, grad norm {values['grad_norm']}. It was "
-                f"not saved and {back}. Lower optim.lr or raise schedule.warmup_steps, look at the batch of "
-                f"update {step}, or go back by removing the newest checkpoints in {self.cfg.run_dir}/checkpoints.")
 
     def _save(self, wait: bool) -> None:
         self.attendance.check()
@@ -294,7 +302,8 @@ class Run:
             self._wait()
 
     def _extra(self) -> dict[str, Any]:
-        return {"data": self.batches.get_state(), "record": self.record, "seed": self.cfg.seed}
+        return {"data": self.batches.get_state(), "record": self.record, "seed": self.cfg.seed,
+                "skips": self.guard.skips.updates}
 
     def _snapshot(self, wait: bool) -> bool:
         with self.clock.apart("snapshot"):

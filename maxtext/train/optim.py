@@ -5,8 +5,9 @@ gradient clipping. A step whose loss or gradient norm lies more than `sigma` dev
 neither weights, moments nor the Adam count; the learning-rate schedule and the windows move on.
 
 Two deliberate differences, both about numbers that the reference lets through:
-- A step whose loss or gradient norm is not finite is always skipped (also while the guard is not active yet), and the
-  value is left out of the statistics. The reference multiplies by a step factor of 0, and 0 * NaN poisons the moments.
+- A step whose loss or gradient norm is not finite is always skipped (also while the guard is not active yet, and by the
+  kinds that skip no outliers), and the value is left out of the statistics. The reference multiplies by a step factor
+  of 0, and 0 * NaN poisons the moments.
 - A deviation needs two earlier values. The reference divides by zero when the guard is active after one (window < 6).
 """
 
@@ -41,9 +42,9 @@ class OptimizerState(NamedTuple):
     nu: PyTree  # optim.moments_dtype: second moment; None for what Muon updates
     learning_rate: jax.Array  # float32: rate of the last step
     n_recorded: jax.Array  # int32: all steps, with skipped ones; the t of the learning-rate schedule
-    skipped: jax.Array  # int32: 1 when the last step was skipped
+    skipped: jax.Array  # int32: 1 when the last step was skipped, as an outlier or because it was not finite
     loss_window: jax.Array | None  # float32 (window,): ring buffer, the value of step t at (t - 1) mod window
-    grad_norm_window: jax.Array | None  # the same of the gradient norm before clipping; both None if none is skipped
+    grad_norm_window: jax.Array | None  # the same of the gradient norm before clipping; both None if outliers are taken
 
 
 def global_norm(tree: PyTree) -> jax.Array:
@@ -109,8 +110,9 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
                grad_norm: jax.Array, **_: Any) -> tuple[PyTree, OptimizerState]:
         assert params is not None, "the optimizer needs the weights"
         rate = schedule(state.n_recorded + 1)
+        loss_window = grad_norm_window = None
         if state.loss_window is None or state.grad_norm_window is None:
-            take, loss_window, grad_norm_window = None, None, None
+            take = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         else:
             take = (_is_ordinary(loss, state.loss_window, state.n_recorded, optim.skip)
                     & _is_ordinary(grad_norm, state.grad_norm_window, state.n_recorded, optim.skip))
@@ -134,7 +136,7 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
                 done.append(results[row.index][0])
         changes, mu, nu = (treedef.unflatten(column) for column in
                            zip(*(results[row.index] for row in rows), strict=True))
-        taken = jnp.int32(1) if take is None else take.astype(jnp.int32)
+        taken = take.astype(jnp.int32)
         return changes, OptimizerState(
             count=state.count + (taken if optim.step_increment_bugfix else 0), mu=back(mu, state.mu),
             nu=back(nu, state.nu), learning_rate=rate,
@@ -174,7 +176,7 @@ class _Common:
     optim: OptimConfig
     rate: jax.Array
     clip: jax.Array | float  # the gradients' factor
-    take: jax.Array | None  # bool scalar; False: the step is skipped. None: no step ever is
+    take: jax.Array  # bool scalar; False: the step is skipped
     t: jax.Array  # float32: of the bias correction
     step: jax.Array  # int32: steps before this one
 
@@ -186,7 +188,7 @@ class _Common:
 
         -0.0 is the number that changes no bit of what it is added to, not even of a -0.0.
         """
-        return new if self.take is None else jnp.where(self.take, new, old)
+        return jnp.where(self.take, new, old)
 
     def stored(self, moment: jax.Array, leaf: _Leaf, which: int) -> jax.Array:
         return stored(moment, self.optim.moments_dtype, self.step, 2 * leaf.index + which)

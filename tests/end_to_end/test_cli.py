@@ -209,19 +209,24 @@ def test_a_complete_run_gets_the_report_that_it_lacks(done, capsys: pytest.Captu
 
 
 def test_a_loss_that_is_not_finite_exits_3(done):
-    """Rate 1e30 from update 5 on: its weights are absurd, and the loss of update 6 is no number any more."""
+    """Rate 1e30 from update 5 on: its weights are absurd, and no loss after it is a number; going back is no help."""
     runs, _ = done
     shutil.copytree(runs.directory(), runs.directory("spoilt"))
     cfg = runs.config("spoilt")
     bits = saved_bits(cfg, 4)
     child = run_child(*runs.arguments("spoilt", "optim.lr=1e30", "checkpoint.every=null"), devices=1)
     assert child.returncode == 3
-    assert child.stderr.startswith("training stopped: update 6 is not finite: loss nan, grad norm ")
-    assert "It was not saved and the newest checkpoint is of update 4. Lower optim.lr" in child.stderr
+    stopped = child.stderr[child.stderr.index("training stopped: "):]
+    assert stopped.startswith("training stopped: update 9 is not finite: loss nan, grad norm ")
+    assert "It was not saved and the newest checkpoint is of update 4. 4 updates in a row were skipped" in stopped
+    assert "the run has gone back to update 4 before" in stopped
+    assert "Lower optim.lr" in stopped
+    assert "going back to update 4 and past batches 6 to 9 of the data" in child.stdout
     assert "optim.lr changes from 0.01 to 1e+30 after update 4" in child.stdout
     assert saved_steps(cfg) == [2, 4]
     assert saved_bits(cfg, 4) == bits
-    assert [record["step"] for record in lines(cfg)] == [0, 1, 2, 3, 4, 5]
+    assert [(record["step"], record.get("optim/step skipped", 0)) for record in lines(cfg)] == [
+        *((step, 0) for step in range(6)), (6, 1), (7, 1), (8, 1)]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
