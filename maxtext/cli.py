@@ -1,7 +1,7 @@
 """The command line, `maxtext VERB ...` (`USAGE` lists the verbs). A verb imports what it needs.
 
 Exit codes: 0 done, or stopped cleanly; 1 a plan that does not fit; 2 a mistake in what was asked for (config, data,
-devices, saved state); 3 training failed.
+devices, saved state); 3 training failed; 75 a run hung and ended itself (try again).
 """
 
 from __future__ import annotations

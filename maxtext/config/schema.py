@@ -12,6 +12,7 @@ from typing import Literal
 from maxtext.config.architecture import ModelConfig
 from maxtext.config.field import field
 from maxtext.config.guards import GuardConfig as GuardConfig
+from maxtext.config.guards import WatchdogConfig as WatchdogConfig
 from maxtext.config.optimizer import MuonConfig as MuonConfig
 from maxtext.config.optimizer import OptimConfig as OptimConfig
 from maxtext.config.optimizer import SkipConfig as SkipConfig
@@ -366,6 +367,7 @@ class Config:
     quant: QuantConfig = field("Matmuls in eight bits.", QuantConfig)
     checkpoint: CheckpointConfig = field("Checkpoints.", CheckpointConfig)
     guard: GuardConfig = field("When a run goes back by itself.", GuardConfig)
+    watchdog: WatchdogConfig = field("When a run that hangs ends itself.", WatchdogConfig)
     elastic: ElasticConfig = field("Loss and return of workers.", ElasticConfig)
     eval: EvalConfig = field("Held-out evaluation.", EvalConfig)
     generate: GenerateConfig = field("Samples while training.", GenerateConfig)

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 SAMPLES = "samples.jsonl"
+EVENTS = "events.jsonl"
 Record = dict[str, Any]  # metric -> number, and step -> int
 
 _LINE = re.compile(rb'\{"step": (\d+)[,}]')
@@ -96,6 +97,7 @@ class RunFiles:
     config_text: str  # empty when there is no config.yml
     config: dict[str, Any]
     samples: list[Record] = dataclasses.field(default_factory=list)  # lines of samples.jsonl
+    events: list[Record] = dataclasses.field(default_factory=list)  # lines of events.jsonl
 
     @property
     def name(self) -> str:
@@ -143,7 +145,7 @@ def read_run(run_dir: str) -> RunFiles:
         tree = {}
         text = f"# config.yml is not YAML: {error}\n{text}"
     return RunFiles(run_dir, [merged[step] for step in sorted(merged)], text, tree if isinstance(tree, dict) else {},
-                    read_samples(os.path.join(run_dir, SAMPLES)))
+                    read_samples(os.path.join(run_dir, SAMPLES)), read_events(os.path.join(run_dir, EVENTS)))
 
 
 def read_samples(path: str) -> list[Record]:
@@ -152,3 +154,19 @@ def read_samples(path: str) -> list[Record]:
         return []
     with open(path, "rb") as file:
         return [json.loads(line) for line in file if line.endswith(b"\n") and step_of(line) is not None]
+
+
+def read_events(path: str) -> list[Record]:
+    """Read the whole lines of a ledger (train/ledger.py), in the order of their writing; none when there is no file."""
+    if not os.path.isfile(path):
+        return []
+    events = []
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:  # torn by a kill
+                continue
+            if isinstance(event, dict) and "event" in event and "time" in event:
+                events.append(event)
+    return events

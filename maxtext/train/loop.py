@@ -13,8 +13,8 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -38,9 +38,11 @@ from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.network import network_of
 from maxtext.parallel.sharding import sharding
 from maxtext.train.attendance import Attendance, MembersChanged
+from maxtext.train.clock import Clock, Phases
 from maxtext.train.console import Console, host_memory_gib
 from maxtext.train.expert_loads import ExpertLoads
 from maxtext.train.guard import GoBack, Guard, Skips, leave_branch
+from maxtext.train.ledger import Ledger
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
@@ -49,6 +51,7 @@ from maxtext.train.step import StepMetrics, compile_train_step
 from maxtext.train.stop import MEMBERS, Votes
 from maxtext.train.summary import kernels_in_use, start_summary
 from maxtext.train.warm_start import warm_start
+from maxtext.train.watchdog import Watchdog
 
 Record = dict[str, float]
 
@@ -100,8 +103,11 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
 
 def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.Device] | None,
            attendance: Attendance, found: str | None, lease: Lease | None) -> Outcome:
-    started, clock = time.monotonic(), Clock(attendance.phase)
-    console = Console(primary=jax.process_index() == 0)
+    started, primary = time.monotonic(), jax.process_index() == 0
+    ledger = Ledger(cfg.run_dir if primary else None)
+    phases = Phases(ledger, attendance.phase)
+    clock = Clock(phases)
+    console = Console(primary=primary)
     config_text = to_yaml(cfg, origins)
     check_files(cfg)
     checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text,
@@ -119,16 +125,22 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     cfg, why_mesh = settled(cfg, len(devices), network_of(devices))
     mesh = make_mesh(cfg, devices)
     kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
-    with attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh):
+    with (attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh),
+          Watchdog(cfg.watchdog, cfg.run_dir, phases, ledger), ledger.ending(MembersChanged)):
         stopper.trouble = lambda: _trouble(cfg, checkpoints, lease)
+        ledger.begin(cfg.train.steps, mesh.size)
         data = resolve(cfg)
         while True:
             run = Run(cfg, config_text, data, mesh, checkpoints, newest, console, clock, attendance, journal, why_mesh,
-                      found, lease)
+                      found, lease, phases, ledger)
             try:
-                return run.loop(Votes(stopper, mesh))
+                outcome = run.loop(Votes(stopper, mesh))
+                ledger.write("stop", step=outcome.step, why=outcome.stopped_by or "complete")
+                return outcome
             except GoBack as back:
                 console.note(str(back))
+                ledger.write("back", step=run.step, why=str(back))
+                phases.again()
             except (CheckpointError, LeaseError) as error:
                 if why := stopper.trouble():
                     raise TrainingError(f"{why}; {error}") from error
@@ -152,14 +164,15 @@ class Run:
 
     def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
                  newest: int, console: Console, clock: Clock, attendance: Attendance, journal: Journal,
-                 why_mesh: Sequence[str] = (), found: str | None = None, lease: Lease | None = None) -> None:
+                 why_mesh: Sequence[str], found: str | None, lease: Lease | None, phases: Phases,
+                 ledger: Ledger) -> None:
         """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
         self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, clock
-        self.attendance, self.lease = attendance, lease
+        self.attendance, self.lease, self.phases, self.ledger = attendance, lease, phases, ledger
         self.batches = make_batches(cfg, data, sharding(mesh, "batch", None), journal)
         self.guard = Guard(cfg.guard, checkpoints, self.batches)
         self.step, self.record = 0, Record()
-        with attendance.phase("restore"):
+        with phases("restore"):
             abstract = abstract_state(cfg, mesh)
             restored = attendance.restore(abstract, newest)
             if restored is not None and journal.lacking(restored.extra["data"], restored.step):
@@ -183,6 +196,8 @@ class Run:
         self.evaluate = Evaluations(cfg, data, mesh) if cfg.eval.every is not None else None
         # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
         kept, primary = -1 if restored is None else self.step, jax.process_index() == 0
+        phases.update = self.step
+        ledger.lost(kept)
         self.samples: Samples | None = None
         if cfg.generate.prompts:
             self.samples = Samples(cfg, data.tokenizer, resume_step=kept, primary=primary)
@@ -205,11 +220,12 @@ class Run:
         stopped_by = votes.reason()
         while step_fn is not None and self.step < cfg.train.steps and not stopped_by:
             self.attendance.check()
-            with self.attendance.phase("data"):
+            with self.phases("data"):
                 batch = next(self.batches)
             self.state, metrics = step_fn(self.state, batch, *votes.cast())
             self.step += 1
             self.attendance.progress(self.step)
+            self.phases.progress(self.step)
             previous, unread = unread, (self.step, metrics, self.batches.last_wait_seconds)
             if previous is not None:
                 self._write(previous[0], self._read(*previous))
@@ -232,7 +248,8 @@ class Run:
                         self._wait()
                 finally:
                     self._write(self.step, self.record)
-        self.checkpoints.wait()
+        with self.phases("checkpoint"):
+            self.checkpoints.wait()
         if stopped_by == MEMBERS:
             raise MembersChanged
         if stopped_by and self.step < cfg.train.steps:
@@ -284,6 +301,8 @@ class Run:
         self.votes.hear(read.pop("vote", np.int32(0)).item())
         values = {name: value.item() for name, value in read.items()}
         seconds = self.clock.lap()
+        if values["skipped"]:
+            self.ledger.write("skip", step=step)
         if hopeless := self.guard.observe(step, values):
             raise TrainingError(f"{hopeless} Lower optim.lr or raise schedule.warmup_steps, look at the batch of "
                                 f"update {step}, or go back by removing the newest checkpoints in "
@@ -336,41 +355,6 @@ class Run:
         self.writer.write(step, record | self.clock.take_apart())
         if "train/CE loss" in record and (step % self.cfg.log.every == 0 or step == self.cfg.train.steps):
             self.console.step(step, self.cfg.train.steps, record)
-
-
-class Clock:
-    """Seconds of each update, with start, compilation, evaluation and saving counted apart: each second once."""
-
-    def __init__(self, phase: Callable[[str], AbstractContextManager[None]] = nullcontext) -> None:
-        """`phase` is entered with the name of what is counted apart."""
-        self._phase = phase
-        self._mark = time.perf_counter()
-        self._apart: dict[str, float] = {}
-
-    @contextmanager
-    def apart(self, name: str) -> Iterator[None]:
-        """Counts what runs inside under `name` and not as part of an update."""
-        began = time.perf_counter()
-        try:
-            with self._phase(name):
-                yield
-        finally:
-            spent = time.perf_counter() - began
-            self._mark += spent
-            self._apart[name] = self._apart.get(name, 0.0) + spent
-
-    def lap(self, name: str | None = None) -> float:
-        """Seconds since the last lap without what was counted apart; with a name they too are counted apart."""
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        if name is not None:
-            self._apart[name] = self._apart.get(name, 0.0) + seconds
-        return seconds
-
-    def take_apart(self) -> Record:
-        """What was counted apart since the last call, as metrics."""
-        apart, self._apart = self._apart, {}
-        return {f"time/{name} (s)": seconds for name, seconds in apart.items()}
 
 
 def step_record(cfg: Config, step: int, values: dict[str, float], seconds: float, wait_seconds: float,

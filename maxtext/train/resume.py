@@ -17,8 +17,9 @@ FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.m
 # Where the data lies may change; the data position in the checkpoint knows the data itself by its fingerprint.
 MOVABLE = re.compile(r"data\.(prepared|sources\.[^.]+\.(paths|root|mix))")
 QUIET = ("data.prefetch", "data.workers", "data.bad_instances", "description", "output_dir", "run_name", "mesh.",
-         "checkpoint.", "elastic.", "guard.", "eval.", "generate.", "log.", "train.steps", "train.max_seconds",
-         "train.remat.", "optim.offload", "train.loss_chunk_tokens", "train.gradient_accumulation_steps")
+         "checkpoint.", "elastic.", "guard.", "watchdog.", "eval.", "generate.", "log.", "train.steps",
+         "train.max_seconds", "train.remat.", "optim.offload", "train.loss_chunk_tokens",
+         "train.gradient_accumulation_steps")
 
 
 class ResumeError(ValueError):
