@@ -25,6 +25,7 @@ verbs
   compare A [B] [--b key=value] [...]        whether two configs or commits compute the same numbers
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
   data prepare [...]                         text to a tokenizer and token files
+  data audit RUN                             whether each update saw its own batch, and none what is held out
   checkpoint ls | verify | scrub RUN         what is saved, and whether it is whole; scrub sets aside what is not
   checkpoint diff RUN[@STEP] RUN[@STEP]      in which arrays and settings two checkpoints differ
   checkpoint merge OUT RUN[@STEP] ...        the average of the weights of several checkpoints
@@ -207,8 +208,13 @@ def _explain_mesh(cfg: Config) -> None:
 
 
 def _data(argv: list[str]) -> int:
+    if argv[:1] == ["audit"]:
+        from maxtext.train.audit import run as audit
+
+        return audit(argv[1:])
     if argv[:1] != ["prepare"]:
-        print("usage: maxtext data prepare [...]; see maxtext data prepare --help", file=sys.stderr)
+        print("usage: maxtext data prepare [...] | maxtext data audit RUN; see maxtext data prepare --help",
+              file=sys.stderr)
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     from maxtext.data.prepare import run
 

@@ -66,6 +66,10 @@ class Reader(Protocol):
         """Lengths of the documents packed into each instance; None when instances are full and cut anywhere."""
         ...
 
+    def pieces(self, instance: int) -> list[tuple[str, int, int]]:
+        """File, first token in it and number of tokens of each piece that an instance is made of."""
+        ...
+
     def check(self, tokens: np.ndarray, ids: np.ndarray) -> None:
         """Refuses tokens of the instances `ids` that the vocabulary does not have.
 
@@ -112,6 +116,10 @@ class InstanceReader:
                 path, start = self.locate(int(instance))
                 check_ids(row, self._vocab_size, path, start)
 
+    def pieces(self, instance: int) -> list[tuple[str, int, int]]:
+        """As `Reader.pieces`."""
+        return [(*self.locate(instance), self._T)]
+
     def locate(self, instance: int) -> tuple[str, int]:
         """The file of an instance, and the token in it at which the instance begins."""
         part = int(np.searchsorted(self._ends, instance, side="right"))
@@ -140,7 +148,7 @@ class PackedReader:
         tokens = np.full((len(ids), self._T), self._pad_id, self._dtype)
         for row, instance in zip(tokens, ids, strict=True):
             begin = 0
-            for path, start, length in self._documents(int(instance)):
+            for path, start, length in self.pieces(int(instance)):
                 row[begin:begin + length] = read_tokens(path, self._dtype, start, length)
                 begin += length
         return tokens
@@ -151,19 +159,19 @@ class PackedReader:
 
     def lengths(self, ids: np.ndarray) -> list[np.ndarray]:
         """As `Reader.lengths`."""
-        return [np.array([length for _, _, length in self._documents(int(instance))]) for instance in ids]
+        return [np.array([length for _, _, length in self.pieces(int(instance))]) for instance in ids]
 
     def check(self, tokens: np.ndarray, ids: np.ndarray) -> None:
         """As `Reader.check`."""
         if tokens.size and int(tokens.max()) >= self._vocab_size:
             for row, instance in zip(tokens, ids, strict=True):
                 begin = 0
-                for path, start, length in self._documents(int(instance)):
+                for path, start, length in self.pieces(int(instance)):
                     check_ids(row[begin:begin + length], self._vocab_size, path, start)
                     begin += length
 
-    def _documents(self, instance: int) -> list[tuple[str, int, int]]:
-        """File, first token and number of tokens of each document of an instance."""
+    def pieces(self, instance: int) -> list[tuple[str, int, int]]:
+        """As `Reader.pieces`: the documents."""
         if self._arrays is None:
             self._arrays = self._index.arrays()
         documents, first = self._arrays
