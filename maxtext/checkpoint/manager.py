@@ -334,6 +334,7 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> None:
         """Set later steps aside, because the run has left their branch; in process 0 alone."""
+        self.join()
         for aside in upkeep.set_aside_after(self.directory, step):
             log.warning("%s: set aside, the run has gone back to step %d", self._path(aside), step)
 

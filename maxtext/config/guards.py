@@ -12,8 +12,11 @@ class GuardConfig:
     """Skipped updates that are still borne: outliers (optim.skip) and losses or gradients that are not finite."""
 
     skips_in_a_row: int = field("More skipped updates in a row than this, and the run goes back to the last checkpoint "
-                                "before them and passes over their batches.", 3, minimum=0)
-    skips_per_1000: int = field("The same for skipped updates among the last 1,000.", 10, minimum=0)
+                                "before them and passes over their batches.", 5, minimum=0)
+    skips_per_1000: int = field("The same for skipped updates among the last 1,000.", 50, minimum=0)
+    compare_devices_every: int | None = field(
+        "Updates between comparisons of devices, bit for bit: copies of the state, and the gradient of one row on two "
+        "devices, for which all weights must fit on one. null: never.", None, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)

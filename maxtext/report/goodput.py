@@ -10,7 +10,7 @@ from maxtext.report.run_files import Record, RunFiles
 
 # Share -> the events whose seconds it adds up; productive, data and lost come from the updates.
 _SPENT = {"start-up": ("init",), "compile": ("compile",), "restore": ("restore",), "save": ("checkpoint",),
-          "evaluation": ("eval", "samples")}
+          "evaluation": ("eval", "samples"), "checks": ("comparison",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Goodput:
     """Seconds from the first event to the last, each counted once, and what broke.
 
     Attributes:
-      seconds: by share: productive, data, compile, start-up, restore, save, evaluation, lost (updates done again or
-        skipped), idle (between attempts, and whatever nothing accounts for).
+      seconds: by share: productive, data, compile, start-up, restore, save, evaluation, checks, lost (updates done
+        again or skipped), idle (between attempts, and whatever nothing accounts for).
       failures: what ended an attempt, or sent it back, against its will, in order.
       recoveries: seconds from each failure to the next update that was begun.
       lost_updates: updates that were done again, or skipped.

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from maxtext.train.ledger import Ledger
 
-LEDGERED = ("init", "compile", "checkpoint", "restore", "eval", "samples")  # `data` and `step` are in the metrics
+# What the ledger notes; waiting for data and the updates themselves are in the metrics.
+LEDGERED = ("init", "compile", "checkpoint", "restore", "eval", "samples", "comparison")
 
 
 class Phases:

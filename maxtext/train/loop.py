@@ -23,9 +23,10 @@ from jax.sharding import Mesh
 
 from maxtext.checkpoint.lease import Lease, LeaseError
 from maxtext.checkpoint.manager import CheckpointError, Checkpoints
-from maxtext.checkpoint.processes import from_process_0
+from maxtext.checkpoint.processes import all_agree, from_process_0
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import Config
+from maxtext.data.batch import Batch
 from maxtext.data.journal import Journal
 from maxtext.data.pipeline import make_batches
 from maxtext.data.tokens import ResolvedData, resolve
@@ -40,6 +41,7 @@ from maxtext.parallel.sharding import sharding
 from maxtext.train.attendance import Attendance, MembersChanged
 from maxtext.train.clock import Clock, Phases
 from maxtext.train.console import Console, host_memory_gib
+from maxtext.train.corruption import Comparison
 from maxtext.train.expert_loads import ExpertLoads
 from maxtext.train.guard import GoBack, Guard, Skips, leave_branch
 from maxtext.train.ledger import Ledger
@@ -198,6 +200,7 @@ class Run:
         kept, primary = -1 if restored is None else self.step, jax.process_index() == 0
         phases.update = self.step
         ledger.lost(kept)
+        self.comparison, self.compared_at = Comparison(cfg, mesh), self.step
         self.samples: Samples | None = None
         if cfg.generate.prompts:
             self.samples = Samples(cfg, data.tokenizer, resume_step=kept, primary=primary)
@@ -234,9 +237,12 @@ class Run:
             evaluate = self._due(cfg.eval.every, cfg.eval.at_end)
             sample, leave = self._samples_due(evaluate), stopped_by == MEMBERS
             snapshot = leave or self.attendance.snapshot_due(cfg, self.step)
-            if save or evaluate or sample or snapshot or stopped_by:
+            compare = self._due(cfg.guard.compare_devices_every, at_end=False)
+            if save or evaluate or sample or snapshot or compare or stopped_by:
                 self.record, unread = self._read(*unread), None
                 kept = snapshot and self._snapshot(wait=leave)
+                if compare:
+                    self._compare_devices(batch)
                 if save or (stopped_by and not (leave and kept)):
                     self._save(wait=bool(stopped_by))
                 if evaluate:
@@ -312,6 +318,20 @@ class Run:
             return record
         self.loads.write(step, router["load"])
         return record | router_record(self.cfg, router)
+
+    def _compare_devices(self, batch: Batch) -> None:
+        """Before a save of the same update. Raises TrainingError, with the device and what is to be trusted no more."""
+        with self.clock.apart("comparison"):
+            found = self.comparison(self.state, batch)
+        if not all_agree(found is None):
+            trusted = self.compared_at
+            from_process_0(lambda: self.checkpoints.set_aside_after(trusted) or 0)
+            self.ledger.write("corruption", step=self.step, why=found or "found by another process")
+            raise TrainingError(
+                f"{found or 'another process found a device with other bits than its peers'}, at update {self.step} "
+                f"(guard.compare_devices_every). Checkpoints after update {trusted} are set aside: up to there all "
+                f"devices agreed. Leave that device out, and the same command continues from update {trusted}.")
+        self.compared_at = self.step
 
     def _save(self, wait: bool) -> None:
         self.attendance.check()

@@ -18,7 +18,7 @@ from maxtext.train.clock import Phases
 from maxtext.train.ledger import Ledger
 
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: what schedulers take for a failure that another attempt may not meet
-_SETTINGS = {"checkpoint": "save", "snapshot": "save", "samples": "eval"}  # phase -> setting, where names differ
+_SETTINGS = {"checkpoint": "save", "snapshot": "save", "samples": "eval", "comparison": "eval"}  # where names differ
 _TICK_SECONDS = 1.0
 
 
@@ -55,7 +55,12 @@ class Watchdog:
                 self._give_up(name, spent)
 
     def _limit(self, phase: str) -> float:
-        return getattr(self._cfg, f"{_SETTINGS.get(phase, phase)}_seconds")
+        return getattr(self._cfg, f"{self._setting(phase)}_seconds")
+
+    def _setting(self, phase: str) -> str:
+        """The setting that bounds a phase; one without its own is bounded like an update."""
+        name = _SETTINGS.get(phase, phase)
+        return name if hasattr(self._cfg, f"{name}_seconds") else "step"
 
     def _give_up(self, phase: str, spent: float) -> None:
         process = f"_{jax.process_index()}" if jax.process_index() else ""
@@ -66,7 +71,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             stacks = f"the stacks could not be written to {path} ({reason(error)})"
-        setting = f"watchdog.{_SETTINGS.get(phase, phase)}_seconds"
+        setting = f"watchdog.{self._setting(phase)}_seconds"
         self._ledger.write("failure", why=f"stuck in {phase}", seconds=spent, step=self._phases.update)
         print(f"training stopped: stuck in phase {phase} after update {self._phases.update}, for more than "
               f"{self._limit(phase):g} s ({setting}); {stacks}. The same command goes on from the newest checkpoint.",

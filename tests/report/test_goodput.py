@@ -37,7 +37,7 @@ def test_an_account_by_hand():
     found = goodput(RunFiles("run", records, "", {}, events=events))
     assert found is not None
     assert found.seconds == {"productive": 56.0, "data": 4.0, "start-up": 13.0, "compile": 14.0, "restore": 3.0,
-                             "save": 2.0, "evaluation": 5.0, "lost": 63.0, "idle": 50.0}
+                             "save": 2.0, "evaluation": 5.0, "checks": 0, "lost": 63.0, "idle": 50.0}
     assert found.total == 210
     assert (found.attempts, found.lost_updates) == (2, 5)
     assert found.failures == ["ended without a word (killed, or the machine went down)"]

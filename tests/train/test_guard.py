@@ -37,10 +37,11 @@ def skips(*updates: int) -> Skips:
     ((*range(2, 22, 2), 1001), "11 of the last 1,000"),
 ])
 def test_the_budget(updates: tuple[int, ...], complaint: str | None):
-    found = skips(*updates).complaint(updates[-1], GuardConfig())
+    budget = GuardConfig(skips_in_a_row=3, skips_per_1000=10)
+    found = skips(*updates).complaint(updates[-1], budget)
     assert (found is None) is (complaint is None)
     assert (found or "").startswith(complaint or "")
-    assert skips(*updates).after(updates[-1] + 1, False).complaint(updates[-1] + 1, GuardConfig()) is None
+    assert skips(*updates).after(updates[-1] + 1, False).complaint(updates[-1] + 1, budget) is None
 
 
 def test_the_way_back():

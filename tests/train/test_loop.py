@@ -19,9 +19,11 @@ import pytest
 from maxtext.config.load import load
 from maxtext.config.schema import Config
 from maxtext.data import DataError
+from maxtext.train import clock as clock_module
 from maxtext.train import loop, stop
+from maxtext.train.clock import Clock
 from maxtext.train.console import host_memory_gib
-from maxtext.train.loop import Clock, Outcome, TrainingError, train
+from maxtext.train.loop import Outcome, TrainingError, train
 from tests.runs import Runs, lines, reproducible, saved_bits, saved_steps, some_devices, when_written
 
 ONE = some_devices(1)
@@ -117,7 +119,8 @@ def test_host_memory_does_not_grow(runs: Runs, monkeypatch: pytest.MonkeyPatch):
         when_written(monkeypatch, step, measure)
     cfg = runs.config("run", "train.steps=2000", "train.global_batch=1", "data.sequence_length=8", "model.d_model=8",
                       "model.n_heads=1", "model.d_ff=8", "model.n_layers=1", "model.layer_pattern=[full]",
-                      "model.window=null", "eval.every=null", "checkpoint.every=500", "log.every=1000")
+                      "model.window=null", "eval.every=null", "checkpoint.every=500", "log.every=1000",
+                      "guard.skips_in_a_row=2000", "guard.skips_per_1000=1000")
     assert train(cfg, devices=ONE) == Outcome(2000)
     before, after = found
     assert after < 1.05 * before
@@ -215,7 +218,7 @@ def test_the_signal_handlers_of_the_caller_come_back(runs: Runs, capsys: pytest.
 
 def test_clock_counts_what_is_apart_only_there(monkeypatch: pytest.MonkeyPatch):
     now = 10.0
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: now))
     clock = Clock()
     now = 11.0
     with clock.apart("eval"):
