@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from maxtext.config.schema import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig, TrainConfig
 from maxtext.data.batch import Batch
-from maxtext.parallel.mesh import AXES
+from maxtext.parallel.mesh import AXES, cut_fsdp
 from maxtext.parallel.sharding import sharding
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 4, 2), (2, 2, 2), (2, 1, 4)]  # data, fsdp, tensor
@@ -36,12 +36,14 @@ def tiny_config(model: ModelConfig | None = None, **train: Any) -> Config:
     )
 
 
-def mesh_of(shape: tuple[int, int, int], expert: int = 1, context: int = 1, pipeline: int = 1) -> Mesh:
-    """A mesh of these sizes of data, fsdp and tensor, and of the other axes."""
+def mesh_of(shape: tuple[int, int, int], expert: int = 1, context: int = 1, pipeline: int = 1, inner: int = 1
+            ) -> Mesh:
+    """A mesh of these sizes of data, fsdp and tensor, and of the other axes; `inner` cuts fsdp in two."""
     data, fsdp, tensor = shape
     sizes = (data, pipeline, fsdp, expert, context, tensor)
     devices = np.asarray(jax.devices()[: math.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    return mesh if inner == 1 else cut_fsdp(mesh, inner)
 
 
 def random_batch(cfg: Config, seed: int = 0, counts: list[int] | None = None) -> Batch:

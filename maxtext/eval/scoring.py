@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from maxtext.config.schema import Config
 from maxtext.kernels.cross_entropy import token_nll
 from maxtext.model.decoder import Decoder, decoder_forward
-from maxtext.model.loss import AXES, HIDDEN, TOKENS, WHOLE_HEAD, nll, whole_head
+from maxtext.model.loss import HIDDEN, TOKENS, VOCAB, WHOLE_HEAD, nll, whole_head
 from maxtext.parallel.mesh import batch_devices
 from maxtext.parallel.sharding import per_device, sharding, spec
 
@@ -70,7 +70,7 @@ def _choice_nats(p: Decoder, tokens_BT: jax.Array, positions_B1: jax.Array, choi
         x_B1D = jnp.take_along_axis(x_BTD, positions_B1[:, :, None], axis=1)
         x_BCD = jnp.broadcast_to(x_B1D, (*choices_BC.shape, x_BTD.shape[-1]))
         nats_N = token_nll(x_BCD.reshape(-1, x_BTD.shape[-1]), w_DV, choices_BC.reshape(-1),
-                           cfg.train.loss_chunk_tokens, AXES.vocab)
+                           cfg.train.loss_chunk_tokens, VOCAB)
         return nats_N.reshape(choices_BC.shape)
 
     x_BTD = decoder_forward(p, tokens_BT, cfg.model, cfg.execution)

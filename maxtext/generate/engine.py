@@ -6,7 +6,6 @@ Dims: B rows of a batch, T position in the longest prompt, N new token, V vocabu
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Sequence
 
 import jax
@@ -18,7 +17,8 @@ from maxtext.generate.cache import cast_decoder, decode, prefill
 from maxtext.generate.sampler import Sampling, sample_rows
 from maxtext.model.decoder import Decoder
 from maxtext.model.loss import head_logits
-from maxtext.parallel.sharding import RULES, per_device, sharding, spec
+from maxtext.parallel.mesh import batch_devices
+from maxtext.parallel.sharding import per_device, sharding, spec
 
 SHORTEST = 16  # prompts are padded to a power of two of at least this many tokens, so that few shapes are compiled
 
@@ -48,7 +48,7 @@ def generate(params: Decoder, cfg: ModelConfig, prompts: Sequence[Sequence[int]]
     vocabulary = cfg.vocab_size if vocabulary is None else min(vocabulary, cfg.vocab_size)
     _check(prompts, max_new_tokens, stop_ids, cfg.vocab_size)
     mesh = jax.sharding.get_mesh()
-    ways = math.prod(mesh.shape[axis] for axis in RULES["batch"])
+    ways = batch_devices(mesh)
     rows = -(-min(batch, len(prompts)) // ways) * ways
     length = max([SHORTEST, *(1 << (len(prompt) - 1).bit_length() for prompt in prompts)])
     stops_V = np.isin(np.arange(cfg.vocab_size), list(stop_ids))

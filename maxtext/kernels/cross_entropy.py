@@ -17,6 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext.parallel.collectives import all_gather, psum_scatter
+
 
 class Axes(NamedTuple):
     """Mesh axes that the arguments are split over."""
@@ -100,7 +102,7 @@ def _log_partition(logits_CV: jax.Array, targets_C: jax.Array, vocab: str | None
 def _whole(w_DV: jax.Array, dtype: jnp.dtype, axes: Axes) -> jax.Array:
     """All rows of the head, in the dtype of the matmul."""
     w_DV = w_DV.astype(dtype)
-    return jax.lax.all_gather(w_DV, axes.width, axis=0, tiled=True) if axes.width else w_DV
+    return all_gather(w_DV, axes.width, 0) if axes.width else w_DV
 
 
 def _chunks(arrays: tuple[jax.Array, ...], chunk: int) -> tuple[jax.Array, ...]:
@@ -146,7 +148,7 @@ def _forward(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: 
     if axes.vocab:
         dx_ND = jax.lax.psum(dx_ND, axes.vocab)
     if axes.width:
-        dw_DV = jax.lax.psum_scatter(dw_DV, axes.width, scatter_dimension=0, tiled=True)
+        dw_DV = psum_scatter(dw_DV, axes.width, 0)
     if replicated := tuple(axis for axis in axes.tokens if axis not in axes.width):
         dw_DV = jax.lax.psum(dw_DV, replicated)
     assert dw_DV.shape[0] == rows

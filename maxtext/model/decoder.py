@@ -33,7 +33,7 @@ from maxtext.model.router import RouterStats
 from maxtext.parallel.host_memory import HOST
 from maxtext.parallel.pipeline import run_pipeline, stages
 from maxtext.parallel.positions import join, layout, positions_dim, share, split, unshare
-from maxtext.parallel.sharding import Param, is_param, per_device, sharding, spec
+from maxtext.parallel.sharding import Param, gather, is_param, per_device, sharding, spec
 
 FLOAT32_WEIGHTS = ("router", "router_bias", "selection_bias")  # of `Moe`: used in float32 whatever the compute dtype
 
@@ -171,7 +171,7 @@ def make_context(cfg: ModelConfig, positions_T: jax.Array, rows: Rows = NO_ROWS)
 
 def embed(p: Decoder, tokens_BT: jax.Array, cfg: ModelConfig, dtype: jnp.dtype) -> jax.Array:
     """Rows of the embedding table, (B, T, D)."""
-    table_VD = jax.sharding.reshard(p.embed.astype(dtype), spec(None, None))
+    table_VD = gather(p.embed.astype(dtype), "vocab", "embed", whole=("vocab", "embed"))
     x_BTD = table_VD.at[tokens_BT].get(out_sharding=spec("batch", positions_dim(tokens_BT), None))
     return x_BTD * jnp.asarray(cfg.d_model**0.5, dtype) if cfg.scale_embeddings else x_BTD
 

@@ -17,9 +17,9 @@ from maxtext.model.router import RouterStats
 from maxtext.parallel.collectives import vary
 from maxtext.parallel.pipeline import stages
 from maxtext.parallel.positions import layout, split
-from maxtext.parallel.sharding import RULES, per_device, spec
+from maxtext.parallel.sharding import RULES, mesh_axes, per_device, spec
 
-AXES = Axes(tokens=RULES["batch"] + RULES["sequence"], width=RULES["embed"], vocab=RULES["vocab"][0])
+VOCAB = RULES["vocab"][0]
 TOKENS, HIDDEN, HEAD, WHOLE_HEAD = ("batch", None), ("batch", None, None), ("embed", "vocab"), (None, "vocab")
 
 
@@ -40,12 +40,14 @@ def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_B
       (loss to differentiate, its parts without multipliers and the routers' statistics); losses are float32 scalars.
     """
 
+    axes = Axes(mesh_axes("batch", "sequence"), mesh_axes("embed"), VOCAB)
+
     def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):
         # Typed as different over all axes of tokens, of which one that splits nothing is not named by a sharding.
-        x_BTD, targets_BT, weights_BT = vary((x_BTD, targets_BT, weights_BT), frozenset(AXES.tokens))
+        x_BTD, targets_BT, weights_BT = vary((x_BTD, targets_BT, weights_BT), frozenset(axes.tokens))
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         return cross_entropy(x_ND, w_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), cfg.train.z_loss,
-                             cfg.train.loss_chunk_tokens, AXES)
+                             cfg.train.loss_chunk_tokens, axes)
 
     real_BT = None if real_B is None else jnp.arange(tokens_BT.shape[1])[None] < real_B[:, None]
     how = cfg.execution
@@ -70,7 +72,7 @@ def nll(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, cfg: Config) ->
 
     def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        losses = token_nll(x_ND, w_DV, targets_BT.reshape(-1), cfg.train.loss_chunk_tokens, AXES.vocab)
+        losses = token_nll(x_ND, w_DV, targets_BT.reshape(-1), cfg.train.loss_chunk_tokens, VOCAB)
         return losses.reshape(targets_BT.shape)
 
     x_BTD = decoder_forward(p, tokens_BT, cfg.model, cfg.execution)

@@ -27,7 +27,7 @@ from maxtext.model.router import (
     router_scores,
     router_stats,
 )
-from maxtext.parallel.collectives import vary
+from maxtext.parallel.collectives import all_gather, vary
 from maxtext.parallel.positions import positions_dim, unshare
 from maxtext.parallel.sharding import Param, is_param, mesh_axes, per_device
 
@@ -153,4 +153,4 @@ def _routed(p: Moe, x_ND: jax.Array, chosen: Assignments, cfg: ModelConfig, spli
 def _whole(weight: jax.Array, axes: tuple[str, ...], dim: int, split: _Split) -> jax.Array:
     """All-gathers a weight over its width; the transpose is a reduce-scatter."""
     varied = vary(weight, frozenset(split.tokens.all + split.copies))
-    return jax.lax.all_gather(varied, axes, axis=dim, tiled=True)
+    return all_gather(varied, axes, dim)

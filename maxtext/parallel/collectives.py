@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.parallel.sharding import in_turn
+
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
     """The mesh axes over which any of these local arrays may differ."""
@@ -41,6 +43,20 @@ def untyped(function: Callable[..., Any]) -> Callable[..., Any]:
         return vary(inner(*arrays), axes)
 
     return run
+
+
+def all_gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Joins the pieces of a weight that lie over these axes, as `sharding.gather` does."""
+    for part in reversed(in_turn(axes)):
+        x = jax.lax.all_gather(x, part, axis=dim, tiled=True)
+    return x
+
+
+def psum_scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Sums over these axes, of which each device keeps its piece; the transpose of `all_gather`."""
+    for part in in_turn(axes):
+        x = jax.lax.psum_scatter(x, part, scatter_dimension=dim, tiled=True)
+    return x
 
 
 def platform() -> str:

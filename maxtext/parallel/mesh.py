@@ -12,7 +12,9 @@ from jax.sharding import AxisType, Mesh
 
 from maxtext.config.schema import Config
 from maxtext.config.validate import AXES, BATCH_AXES, mesh_problems, resolve_mesh
+from maxtext.parallel.sharding import INNER
 
+CUT_KINDS, CUT_FROM = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), 64  # see `cut_of_fsdp`
 SLICED_AXES = ("data", "pipeline")  # the axes that may span slices
 
 
@@ -44,7 +46,42 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
         return Mesh(over_slices(devices, shape, slices), AXES, axis_types=types)
+    inner = cut_of_fsdp(cfg, devices)
+    if inner > 1:
+        return cut_fsdp(jax.make_mesh(shape, AXES, axis_types=types, devices=devices), inner)
     return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
+def cut_of_fsdp(cfg: Config, devices: Sequence[jax.Device]) -> int:
+    """Size of the inner part of fsdp where it should be cut in two; 1 where not.
+
+    XLA for TPU v5p and v6e gathers over all devices of a slice by an all-reduce, which sends and adds up twice the
+    bytes; over fewer of them it does not (libtpu 0.0.50 and 0.0.52: always on v5p from 64 devices on, for arrays of up
+    to 8 MiB on v6e; sums that are scattered likewise on both). Ironwood has an option instead (`parallel.compiler`).
+    Quantised matmuls make gradients of weights that are already summed, so they keep one axis.
+    """
+    kind = devices[0].device_kind
+    alone = resolve_mesh(cfg.mesh, len(devices))["fsdp"] == len(devices)
+    if not alone or len(devices) < CUT_FROM or kind not in CUT_KINDS or cfg.quant.of("dense") is not None:
+        return 1
+    extents = [len(set(dim)) for dim in zip(*(device.coords for device in devices), strict=True)]
+    return next(extent for extent in reversed(extents) if extent > 1)  # the dim of the torus that varies first
+
+
+def cut_fsdp(mesh: Mesh, inner: int) -> Mesh:
+    """The mesh with its axis fsdp cut into an outer part, which keeps the name, and an inner one of this size."""
+    at, names = mesh.axis_names.index("fsdp"), list(mesh.axis_names)
+    shape = list(mesh.devices.shape)
+    shape[at : at + 1] = [shape[at] // inner, inner]
+    names.insert(at + 1, INNER)
+    return Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=(AxisType.Explicit,) * len(names))
+
+
+def sizes_of(mesh: Mesh) -> dict[str, int]:
+    """Size of each axis as configs count them: fsdp is one, however it is cut."""
+    sizes = dict(mesh.shape)
+    inner = sizes.pop(INNER, 1)
+    return sizes | {"fsdp": sizes["fsdp"] * inner}
 
 
 def over_slices(devices: Sequence[jax.Device], shape: Sequence[int], slices: int) -> np.ndarray:
@@ -71,4 +108,4 @@ def over_slices(devices: Sequence[jax.Device], shape: Sequence[int], slices: int
 
 def batch_devices(mesh: Mesh) -> int:
     """How many ways the batch is split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return math.prod(sizes_of(mesh)[axis] for axis in BATCH_AXES)

@@ -6,7 +6,7 @@ A tensor has *dims* with logical names; a mesh has *axes*. `RULES` is the only p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -30,6 +30,9 @@ RULES: dict[str | None, tuple[str, ...]] = {
     None: (),
 }
 POSITIONS = ("sequence", "residual")
+# A mesh may cut the axis fsdp in two (`mesh.cut_fsdp` says when and why); then this is its inner part, next to it, and
+# what RULES lay over fsdp lies over both.
+INNER = "fsdp_inner"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +62,21 @@ def is_param(node: Any) -> bool:
 
 def mesh_axes(*dims: str | None) -> tuple[str, ...]:
     """Axes of the current mesh that split these dims, without those that a surrounding pipeline runs over."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for dim in dims for axis in RULES[dim] if axis not in manual)
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in with_parts((axis for dim in dims for axis in RULES[dim]), mesh.axis_names)
+                 if axis not in mesh.manual_axes)
+
+
+def with_parts(axes: Iterable[str], mesh_names: Iterable[str]) -> tuple[str, ...]:
+    """The axes, with both parts of fsdp where the mesh of these names has two."""
+    cut = INNER in mesh_names
+    return tuple(part for axis in axes for part in ((axis, INNER) if cut and axis == "fsdp" else (axis,)))
+
+
+def in_turn(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The groups of axes over which a weight is gathered one after the other, the last first; scattered, the first."""
+    at = axes.index(INNER) if INNER in axes else 0
+    return (axes[:at], axes[at:]) if at else (axes,)
 
 
 def spec(*dims: str | None, sizes: Mapping[str, int] | None = None) -> PartitionSpec:
@@ -75,7 +91,8 @@ def spec(*dims: str | None, sizes: Mapping[str, int] | None = None) -> Partition
     sizes = dict(mesh.shape) if sizes is None else sizes
 
     def axes(dim: str | None) -> str | tuple[str, ...] | None:
-        found = tuple(axis for axis in mesh_axes(dim) if dim not in POSITIONS or sizes.get(axis, 1) > 1)
+        named = tuple(axis for axis in with_parts(RULES[dim], sizes) if axis not in mesh.manual_axes)
+        found = tuple(axis for axis in named if dim not in POSITIONS or sizes.get(axis, 1) > 1)
         return found[0] if len(found) == 1 else found or None
 
     return PartitionSpec(*(axes(dim) for dim in dims))
@@ -85,9 +102,27 @@ def sharding(mesh: Mesh, *dims: str | None) -> NamedSharding:
     return NamedSharding(mesh, spec(*dims, sizes=mesh.shape))
 
 
-def gather(weight: jax.Array, *dims: str | None) -> jax.Array:
-    """A weight made whole over its width, ready for a matmul (an all-gather; its transpose a reduce-scatter)."""
-    return jax.sharding.reshard(weight, spec(*(None if dim in ("embed", "expert_embed") else dim for dim in dims)))
+def gather(weight: jax.Array, *dims: str | None, whole: tuple[str, ...] = ("embed", "expert_embed")) -> jax.Array:
+    """A weight made whole over its width, ready for a matmul (an all-gather; its transpose a reduce-scatter).
+
+    Where fsdp is cut, over one part after the other; and the type then says that gradients come as sums that each
+    device has made of its own tokens (`reduced`), so that they are scattered over one part after the other too.
+
+    Args:
+      whole: the dims to gather.
+    """
+    target = spec(*(None if dim in whole else dim for dim in dims))
+    if INNER not in jax.sharding.get_abstract_mesh().axis_names:
+        return jax.sharding.reshard(weight, target)
+    batch, outer = set(mesh_axes("batch")), set[str]()
+    partly = []
+    for dim, kept in zip(dims, target, strict=True):
+        axes = mesh_axes(dim)
+        rest = axes[:axes.index(INNER)] if INNER in axes else ()
+        outer |= set(rest)
+        partly.append(rest if rest else kept)
+    weight = jax.sharding.reshard(weight, PartitionSpec(*partly, reduced=batch - outer))
+    return jax.sharding.reshard(weight, PartitionSpec(*target, reduced=batch))
 
 
 def per_device(function: Callable[..., Any], in_dims: Any, out_dims: Any) -> Callable[..., Any]:

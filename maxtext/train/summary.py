@@ -16,6 +16,7 @@ from maxtext.kernels.choice import choose_attention, choose_grouped_matmul, prob
 from maxtext.model.cost import count_non_embedding, count_params, flops_per_token, memory_per_device, state_bytes
 from maxtext.model.decoder import decoder_params
 from maxtext.model.matrices import matrices_of
+from maxtext.parallel.mesh import sizes_of
 from maxtext.parallel.sharding import is_param
 from maxtext.train.schedule import learning_rate
 
@@ -126,7 +127,7 @@ def start_summary(cfg: Config, mesh: Mesh, description: Mapping[str, Any], sets:
     tasks = [("tasks", ", ".join(cfg.eval.tasks))] if cfg.eval.tasks else []
     data = data_rows(description, sets) + tasks
     kernels = [("kernels", kernels_in_use(cfg, mesh.devices.flat[0].platform))]
-    return model_rows(cfg) + data + run_rows(cfg) + kernels + device_rows(cfg, dict(mesh.shape), kind, why_mesh)
+    return model_rows(cfg) + data + run_rows(cfg) + kernels + device_rows(cfg, sizes_of(mesh), kind, why_mesh)
 
 
 def kernels_in_use(cfg: Config, platform: str) -> str:

@@ -38,6 +38,7 @@ class Kind(NamedTuple):
 KINDS = {
     "data 8": Kind((8, 1, 1)),
     "fsdp 8": Kind((1, 8, 1)),
+    "fsdp 4 x 2": Kind((1, 8, 1), {"inner": 2}),
     "fsdp 4, tensor 2": Kind((1, 4, 2)),
     "all_gather": Kind((1, 2, 1), {"context": 4}, {"context_strategy": "all_gather"}),
     "ring": Kind((1, 2, 1), {"context": 4}, {"context_strategy": "ring"}),

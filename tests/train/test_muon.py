@@ -173,6 +173,7 @@ def test_a_plain_matrix_equals_optax():
 
 @pytest.mark.parametrize(("family", "shape", "others"), [
     ("deepseek_v3", (2, 1, 2), {"expert": 2}),
+    pytest.param("olmo3", (1, 8, 1), {"inner": 2}, marks=pytest.mark.one_pass),
     pytest.param("olmo3", (1, 2, 1), {"context": 2, "pipeline": 2}, marks=pytest.mark.one_pass)])
 def test_a_mesh_gives_the_updates_of_one_device(family: str, shape: tuple[int, int, int], others: dict[str, int]):
     params, state = updated(config(family), mesh_of(shape, **others))
