@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.manifest import CheckpointError
+from maxtext.parallel.exchange import all_values
 
 
 def from_process_0(function: Callable[[], int]) -> int:
@@ -19,7 +19,7 @@ def from_process_0(function: Callable[[], int]) -> int:
             value = function()
         except Exception as caught:  # raised below, once the others know
             error = caught
-    value = int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    value = int(all_values(np.int32([value]))[0, 0])
     if value == -2:
         raise error or CheckpointError("process 0 failed; its log says why")
     return value
@@ -29,4 +29,4 @@ def all_agree(ok: bool) -> bool:
     """Whether it holds in every process."""
     if jax.process_count() == 1:
         return ok
-    return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
+    return bool(all_values(np.array([ok])).all())

@@ -24,6 +24,7 @@ from maxtext.data.order import GlobalOrder
 from maxtext.data.reader import RowRules, Rows, StepSource, begin_worker, make_reader
 from maxtext.data.reference import loader_state
 from maxtext.data.tokens import ResolvedData, cache_dir
+from maxtext.parallel.exchange import all_values
 
 STATE_VERSION = 1
 READ_THREADS = 4
@@ -271,10 +272,8 @@ def _check_same_everywhere(fingerprint: str) -> None:
     """Refuses processes that would read different batches: other files, or another packing on another kind of CPU."""
     if jax.process_count() == 1:
         return
-    from jax.experimental import multihost_utils
-
     mine = np.frombuffer(bytes.fromhex(fingerprint), np.uint8)
-    all_PF = np.asarray(multihost_utils.process_allgather(mine))
+    all_PF = all_values(mine)
     other = [process for process, theirs in enumerate(all_PF) if not np.array_equal(theirs, all_PF[0])]
     if other:
         raise DataError(f"processes {', '.join(map(str, other))} resolved other data than process 0 (fingerprint): all "
