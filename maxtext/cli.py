@@ -1,7 +1,7 @@
 """The command line, `maxtext VERB ...` (`USAGE` lists the verbs). A verb imports what it needs.
 
 Exit codes: 0 done, or stopped cleanly; 1 a plan that does not fit; 2 a mistake in what was asked for (config, data,
-devices, saved state); 3 training failed; 75 a run hung and ended itself (try again).
+devices, saved state); 3 training failed; 75 a run ended itself and may be tried again (it hung, or workers kept dying).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ USAGE = """usage: maxtext VERB ...
 
 verbs
   train CONFIG [key=value ...] [--dry-run]   train, or continue, a run
+  launch local CONFIG --workers N [...]      a run on several processes that goes on when some die
   plan CONFIG --topology CHIP:SHAPE [...]    memory, FLOPs and estimated speed on a machine that is not here
   compare A [B] [--b key=value] [...]        whether two configs or commits compute the same numbers
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
@@ -45,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     verbs: dict[str, Callable[[list[str]], int]] = {
-        "train": train, "plan": _plan, "compare": _compare, "config": _config, "data": _data, "checkpoint": _checkpoint,
-        "convert": _convert, "eval": _eval, "generate": _generate, "report": _report,
+        "train": train, "launch": _launch, "plan": _plan, "compare": _compare, "config": _config, "data": _data,
+        "checkpoint": _checkpoint, "convert": _convert, "eval": _eval, "generate": _generate, "report": _report,
     }
     if argv[0] not in verbs:
         import difflib
@@ -167,6 +168,12 @@ def _write_report(run_dir: str) -> None:
 def _mistake(error: object) -> int:
     print(error, file=sys.stderr)
     return 2
+
+
+def _launch(argv: list[str]) -> int:
+    from maxtext.elastic.launch import run
+
+    return run(argv, _write_report)
 
 
 def _plan(argv: list[str]) -> int:

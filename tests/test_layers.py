@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "eval": _EVAL,
     "convert": _MODEL | _DATA | {"checkpoint", "convert"},
     "train": _TRAIN,
+    "elastic": _TRAIN | {"elastic"},
     "plan": _TRAIN | {"plan"},
     "compare": _TRAIN | {"compare"},
     "report": {"config", "report"},

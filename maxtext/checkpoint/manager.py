@@ -93,6 +93,7 @@ class Checkpoints:
         self._saving_step: int | None = None
         self._failure: CheckpointError | None = None
         self._failures, self._failed_at, self._good_at = 0, 0.0, time.monotonic()
+        self._abandoned = False
         self._told: set[str] = set()
         self._tried: set[str] = set()
         # Python's public hooks run too late for a last save: the executors that Orbax needs have stopped by then. This
@@ -237,6 +238,10 @@ class Checkpoints:
         if self._failure is not None:
             raise self._failure
 
+    def abandon(self) -> None:
+        """Commits nothing from now on: this process no longer speaks for the run. A save under way comes to nothing."""
+        self._abandoned = True
+
     def close(self) -> None:
         """Wait for the save under way and free Orbax's threads. A failure was logged; `wait` raises it."""
         self.join()
@@ -260,6 +265,7 @@ class Checkpoints:
             self._saving_step = None
 
     def _commit(self, job: _Save) -> None:
+        self._refuse_abandoned()
         sums = integrity.fetch_sums(job.sums)
         leaves = {
             name: dataclasses.replace(leaf, fingerprint=sums[name][:2], nonfinite=sums[name][2])
@@ -272,6 +278,7 @@ class Checkpoints:
         manifest.stage(job.step_dir, saved)
         if self._lease is not None:
             self._lease.check()  # as late as can be; what still slips in is not in the base of the newer token
+        self._refuse_abandoned()
         before = [entry.step for entry in manifest.scan(self.directory) if entry.status == "good"]
         for aside in upkeep.set_aside_after(self.directory, job.step):
             log.warning("step %d is saved after a rewind: %s was set aside as %s", job.step, aside.split(".")[0], aside)
@@ -280,6 +287,10 @@ class Checkpoints:
         self._failures, self._good_at = 0, time.monotonic()
         if self._lease is not None:
             self._lease.saved(job.step)
+
+    def _refuse_abandoned(self) -> None:
+        if self._abandoned:
+            raise CheckpointError("the members of the job changed during the save")
 
     def _tidy(self, saved: Manifest, earlier: list[int]) -> None:
         """Delete what the policy does not keep, once the step that was just committed has been read back."""

@@ -31,9 +31,10 @@ class Attendance:
 
     Attributes:
       first: whether this is the first attempt of the process, which describes the run to a person.
+      watched: whether another process ends this one when it hangs.
     """
 
-    first = True
+    first, watched = True, False
 
     def lock(self, run_dir: str) -> AbstractContextManager[Lease | None]:
         """Holds the run directory against other trainers, by its lease if it can have one. Raises RunInUseError."""

@@ -22,10 +22,10 @@ class RunInUseError(ValueError):
 
 
 @contextmanager
-def run_lock(run_dir: str) -> Iterator[Lease | None]:
-    """Holds a run directory, by lock and lease; the system frees the lock however this process ends.
+def machine_lock(run_dir: str) -> Iterator[bool | None]:
+    """Holds a run directory against other processes of this machine; the system frees it however this process ends.
 
-    Yields the lease, or None where the directory cannot be written, which is for others to report.
+    Yields whether the file system has such locks, or None where the directory cannot be written.
 
     Raises:
       RunInUseError: another process holds it; the message says which and since when.
@@ -37,21 +37,45 @@ def run_lock(run_dir: str) -> Iterator[Lease | None]:
     if file is None:
         yield None
         return
+    try:
+        yield _lock(file, run_dir)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def run_lease(run_dir: str, alone_here: bool) -> Iterator[Lease | None]:
+    """Holds the lease of a run directory; `alone_here` says that no other process of this machine trains there.
+
+    Yields the lease, or None where the directory cannot be written, which is for others to report.
+
+    Raises:
+      RunInUseError: another process holds it; the message says which and since when.
+    """
     held: Lease | None = None
     try:
-        alone = _lock(file, run_dir)
-        try:
-            held = lease.acquire(run_dir, lambda: manifest.counted(os.path.join(run_dir, "checkpoints")),
-                                 alone_here=alone)
-        except LeaseError as error:
-            raise RunInUseError(str(error)) from None
-        except OSError:
-            held = None
+        held = lease.acquire(run_dir, lambda: manifest.counted(os.path.join(run_dir, "checkpoints")),
+                             alone_here=alone_here)
+    except LeaseError as error:
+        raise RunInUseError(str(error)) from None
+    except OSError:
+        held = None
+    try:
         yield held
     finally:
         if held is not None:
             held.release()
-        os.close(file)
+
+
+@contextmanager
+def run_lock(run_dir: str) -> Iterator[Lease | None]:
+    """Holds a run directory, by lock and lease; see `machine_lock` and `run_lease`."""
+    with machine_lock(run_dir) as alone:
+        if alone is None:
+            yield None
+            return
+        with run_lease(run_dir, alone) as held:
+            yield held
 
 
 def _lock(file: int, run_dir: str) -> bool:

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import jax
@@ -127,8 +127,9 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     cfg, why_mesh = settled(cfg, len(devices), network_of(devices))
     mesh = make_mesh(cfg, devices)
     kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
-    with (attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh),
-          Watchdog(cfg.watchdog, cfg.run_dir, phases, ledger), ledger.ending(MembersChanged)):
+    watchdog = nullcontext() if attendance.watched else Watchdog(cfg.watchdog, cfg.run_dir, phases, ledger)
+    with (attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh), watchdog,
+          ledger.ending(MembersChanged)):
         stopper.trouble = lambda: _trouble(cfg, checkpoints, lease)
         ledger.begin(cfg.train.steps, mesh.size)
         data = resolve(cfg)

@@ -1,0 +1,123 @@
+"""`maxtext launch local CONFIG --workers N`: an elastic run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+
+from maxtext.config.schema import Config
+from maxtext.config.validate import mesh_problems, resolve_mesh
+
+_COUNT = "xla_force_host_platform_device_count"
+
+
+def run(argv: Sequence[str], write_report: Callable[[str], None]) -> int:
+    """Runs the verb; `write_report` is given the run directory at the end.
+
+    Exit codes: 0 done or stopped and saved, 2 a mistake in what was asked for, 3 training failed, 75 try again."""
+    parser = argparse.ArgumentParser(
+        prog="maxtext launch", description="Start the workers of a run on this machine, and keep the run going while "
+        "workers die, hang and come back.")
+    parser.add_argument("where", choices=["local"], help="local: all workers on this machine's CPU")
+    parser.add_argument("config", help="a YAML, or its name in configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as elastic.policy=pause")
+    parser.add_argument("--workers", type=int, required=True, metavar="N", help="processes of the job")
+    parser.add_argument("--devices-per-worker", type=int, default=1, metavar="K", help="virtual devices of each; 1")
+    parser.add_argument("--peer-copies", action="store_true",
+                        help="keep a second copy of each worker's snapshots at the next worker")
+    args = parser.parse_intermixed_args(list(argv))
+    for name in ("workers", "devices_per_worker"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
+    from maxtext.config.load import ConfigError, find_config, load_with_origins, to_yaml
+    from maxtext.config.show import print_problems
+
+    try:
+        cfg, origins = load_with_origins(find_config(args.config), args.overrides)
+    except ConfigError as error:
+        return print_problems(error)
+    problems = [] if cfg.mesh.auto else mesh_problems(cfg, args.workers * args.devices_per_worker)
+    if problems:
+        return _mistake("\n".join(f"{key}: {message}" for key, message in problems))
+    code = _supervise(cfg, to_yaml(cfg, origins), args.workers, args.devices_per_worker, args.peer_copies)
+    if code == 0 and cfg.log.report and os.path.exists(f"{cfg.run_dir}/metrics.jsonl"):
+        write_report(cfg.run_dir)
+    return code
+
+
+def _supervise(cfg: Config, config_text: str, workers: int, devices: int, peer: bool) -> int:
+    import signal
+
+    from maxtext.elastic.supervisor import Supervisor, signals_to, stale_folders
+    from maxtext.train.console import table_text
+    from maxtext.train.lock import RunInUseError, machine_lock
+
+    parent = memory_folder()
+    prefix = f"maxtext-{hashlib.blake2b(os.path.abspath(cfg.run_dir).encode(), digest_size=6).hexdigest()}-"
+    try:
+        with machine_lock(cfg.run_dir):
+            for folder in stale_folders(parent, prefix):  # whoever wrote them held the lock, and is gone
+                shutil.rmtree(folder, ignore_errors=True)
+            root = tempfile.mkdtemp(prefix=prefix, dir=parent)
+            print(table_text(f"Elastic run {cfg.run_name}", rows(cfg, workers, devices, peer, root)), flush=True)
+            supervisor = Supervisor(cfg, config_text, workers, devices, root, peer,
+                                    worker_environment(os.environ, devices))
+            before = signals_to(supervisor)
+            try:
+                code = supervisor.run()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+    except RunInUseError as error:
+        return _mistake(error)
+    return code
+
+
+def rows(cfg: Config, workers: int, devices: int, peer: bool, root: str) -> list[tuple[str, str]]:
+    """What a person should know of the launch: who runs, what happens at a death, and what each tier survives."""
+    from maxtext.elastic.policy import survival
+
+    elastic, total = cfg.elastic, workers * devices
+    replicas = 1 if cfg.mesh.auto else resolve_mesh(cfg.mesh, total)["data"]
+    share = math.gcd(replicas, workers) if replicas < workers else workers
+    pause = f", after waiting {elastic.pause_seconds:g} s for replacements" if elastic.policy == "pause" else ""
+    return [
+        ("workers", f"{workers} with {devices} virtual CPU device{'s' if devices > 1 else ''} each; global batch "
+                    f"{cfg.train.global_batch} at any number of them"),
+        ("a death", f"policy {elastic.policy}: the workers that are left go on from the newest snapshot{pause}; a "
+                    f"replacement joins when it is ready; at most {elastic.regroups_per_hour} times an hour"),
+        ("a hang", f"no sign of life, or an update without end, for {elastic.hang_seconds:g} s"),
+        *((f"tier: {tier}", what) for tier, what in survival(workers, share, peer, cfg.checkpoint.snapshot_every,
+                                                            cfg.checkpoint.every is not None)),
+        ("files", f"{cfg.run_dir}/elastic.jsonl tells what happened, {cfg.run_dir}/workers/ has the workers' logs; "
+                  f"snapshots lie in {root}"),
+    ]
+
+
+def memory_folder() -> str:
+    """A folder of a file system in memory; on systems without one, that of temporary files."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def worker_environment(environment: Mapping[str, str], devices: int) -> dict[str, str]:
+    """The variables of a worker with so many virtual CPU devices."""
+    flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if not re.search(_COUNT, flag)]
+    # A collective whose peer died is left behind and never ends; XLA would end the whole process for it.
+    flags += [f"--{_COUNT}={devices}", "--xla_cpu_collective_call_terminate_timeout_seconds=1000000",
+              "--xla_cpu_collective_timeout_seconds=1000000"]
+    alone = {name: value for name, value in environment.items()
+             if name not in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "PJRT_NPROC")}
+    return alone | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1",
+                    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "no_grpc_proxy": "127.0.0.1"}
+
+
+def _mistake(error: object) -> int:
+    print(error, file=sys.stderr)
+    return 2

@@ -1,0 +1,137 @@
+"""An attempt that must end now: in Python code, in a wait for devices, and in a call that never returns."""
+
+import signal
+import threading
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from maxtext.checkpoint.manager import CheckpointError, Checkpoints
+from maxtext.checkpoint.tiers import Snapshots
+from maxtext.elastic.attempt import Attempt, ElasticAttendance, Requests
+from maxtext.train.attendance import MembersChanged
+from maxtext.train.stop import MEMBERS
+from tests.checkpoint.states import config, make_mesh, make_state
+
+
+class Never:
+    """In place of an array that a device will never finish."""
+
+    polls = 0
+
+    def is_ready(self):
+        self.polls += 1
+        return False
+
+
+@pytest.fixture
+def attendance(tmp_path):
+    events = []
+    snapshots = Snapshots(str(tmp_path), 0, "run", 0, None, events.append)
+    made = ElasticAttendance(Requests(), snapshots, str(tmp_path), "run", 4, lambda topic, words: [words],
+                             events.append, True, lambda event, **details: events.append((event, details)))
+    made.events = events
+    return made
+
+
+def leave(function, attendance):
+    """Starts an attempt, leaves it after a moment; whether it ended, and how long that took."""
+    attempt = Attempt(function, attendance)
+    time.sleep(0.1)
+    assert attempt.running
+    began = time.monotonic()
+    ended = attempt.leave()
+    return attempt, ended, time.monotonic() - began
+
+
+def test_a_wait_for_devices_ends(attendance):
+    never = Never()
+    attempt, ended, seconds = leave(lambda: attendance.fetch({"loss": never}), attendance)
+    assert ended
+    assert isinstance(attempt.result, MembersChanged)
+    assert seconds < 0.06, "it asks between two polls"
+    assert 10 < never.polls < 200, "every 2 ms, not as fast as it can"
+
+
+def test_python_code_gets_an_exception(attendance):
+    def tracing():
+        while True:
+            sum(range(1000))
+
+    attempt, ended, seconds = leave(tracing, attendance)
+    assert ended
+    assert isinstance(attempt.result, MembersChanged)
+    assert seconds < 1.0
+
+
+def test_a_call_that_does_not_return_is_left_behind_and_does_nothing_when_it_does(attendance):
+    held, wrote = threading.Event(), []
+
+    def stuck():
+        held.wait()  # as a collective whose peer died: in C, without Python's lock
+        attendance.check()
+        wrote.append("metrics")
+
+    attempt, ended, seconds = leave(stuck, attendance)
+    assert not ended
+    assert attempt.running
+    assert seconds < 0.6
+    held.set()
+    for _ in range(100):
+        if not attempt.running:
+            break
+        time.sleep(0.01)
+    assert isinstance(attempt.result, MembersChanged)
+    assert not wrote
+
+
+def test_results_come_as_numpy_and_errors_as_results(attendance):
+    read = attendance.fetch({"loss": jnp.float32(2), "many": jnp.arange(3)})
+    assert (read["loss"].item(), read["many"].tolist()) == (2.0, [0, 1, 2])
+    attempt = Attempt(lambda: 1 // 0, attendance)
+    while attempt.running:
+        time.sleep(0.01)
+    assert isinstance(attempt.result, ZeroDivisionError)
+
+
+def test_nothing_is_committed_once_the_members_have_changed(tmp_path, attendance):
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), config(), config_text="a: 1")
+    attendance.opened(checkpoints)
+    checkpoints.save(1, make_state(make_mesh(2)), {})
+    checkpoints.wait()
+    attendance.abandon()
+    checkpoints.save(2, make_state(make_mesh(2)), {})
+    with pytest.raises(CheckpointError, match="members of the job changed"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+    with pytest.raises(MembersChanged):
+        attendance.check()
+    with pytest.raises(MembersChanged), attendance.phase("eval"):
+        pytest.fail("it may not begin")
+
+
+def test_the_loop_hears_of_a_stop_and_of_new_members(attendance):
+    stopper = attendance.stopper(time.monotonic(), None)
+    assert stopper.reason() is None
+    attendance._requests.regroup = True
+    assert stopper.reason() == MEMBERS
+    attendance._requests.stop = signal.SIGTERM
+    assert stopper.reason() == "SIGTERM", "to end comes before to regroup"
+    assert stopper.received == signal.SIGTERM
+
+
+def test_phases_nest_and_updates_are_timed(attendance):
+    attendance.entered("init")
+    with attendance.phase("compile"):
+        assert attendance.phase_name == "compile"
+        with attendance.phase("data"):
+            assert attendance.phase_name == "data"
+        assert attendance.phase_name == "compile"
+    assert [event for event, _ in attendance.events] == ["compile"]
+    attendance.progress(5)
+    assert (attendance.phase_name, attendance.step, attendance.longest) == ("step", 5, 0.0)
+    time.sleep(0.05)
+    attendance.progress(6)
+    assert 0.05 <= attendance.longest < 1.0

@@ -1,0 +1,126 @@
+"""Whole jobs on this machine whose workers are killed, stopped and come back; what they trained, set beside a run that
+nothing happened to.
+
+One job goes through several faults, because starting one costs more than a fault. The faults are those of
+`benchmarks/elastic.py`.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.elastic import job, kill_and_recover, kill_twice, read_lines, wait_until_whole
+from maxtext.train.loop import train
+from tests.runs import saved_bits, saved_steps
+
+COMMON = ("eval.every=null", "log.tensorboard=false", "log.report=false",
+          "train.global_batch=12", "mesh.data=-1", "mesh.fsdp=1")
+
+
+def environment():
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def start(runs, name, workers, *overrides, devices=2):
+    return job(runs.yaml, runs.directory(name), workers, devices, [*COMMON, *overrides], environment())
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = read_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(len(lines))), "each update once"
+    return {line["step"]: line["train/CE loss"] for line in lines if "train/CE loss" in line}
+
+
+def fingerprints(run_dir: Path) -> list[int]:
+    return [line["data/fingerprint"] for line in read_lines(run_dir / "metrics.jsonl") if "data/fingerprint" in line]
+
+
+def alive(pids) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_job_that_loses_rank_0_with_another_amid_the_join_and_then_all_but_one(runs):
+    """Nobody is special, nothing is lost but updates since the last snapshot, and the numbers are those of no fault."""
+    # A small learning rate: a large one makes more of the order in which meshes sum than there is.
+    overrides = ("train.steps=60", "schedule.total_steps=60", "checkpoint.snapshot_every=5", "optim.lr=1e-3",
+                 "checkpoint.every=20")
+    plain = runs.config("plain", *COMMON, *overrides)
+    train(plain, devices=jax.devices()[:4])
+    with start(runs, "faults", 4, *overrides, devices=1) as one:
+        one.wait_for_step(7)
+        first = kill_twice(one, 0, 2)
+        assert one.members()[0] == 1, "another worker is rank 0 now"
+        wait_until_whole(one, 4)
+        left, pid = one.members()[2], one.pids()[one.members()[2]]
+        second = kill_and_recover(one, [worker for worker in one.members() if worker != left])
+        wait_until_whole(one, 4)
+        assert one.pids()[left] == pid, "who is not killed is not started again"
+        assert one.end() == 0
+        assert [event["code"] for event in one.events("death")] == [-signal.SIGKILL] * 5, "no other death followed"
+        assert not one.events("hang")
+    assert saved_steps(runs.config("faults", *COMMON, *overrides)) == [20, 40, 60], "by groups of old and new workers"
+    for fault in (first, second):
+        assert fault.source == "memory"
+        assert fault.lost <= 5 + 1, "those since the last snapshot, and one in flight"
+    assert fingerprints(one.run_dir) == fingerprints(Path(plain.run_dir)), "no batch repeated, skipped or changed"
+    expected, found = losses(Path(plain.run_dir)), losses(one.run_dir)
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(*(np.array(list(side.values())) for side in (found, expected)), rtol=1e-6)
+
+
+def test_a_stopped_worker_is_fenced_and_the_stop_of_a_job_saves(runs):
+    """SIGSTOP: it is found by its silence, killed while it sleeps, and never wakes; then SIGTERM ends the job."""
+    overrides = ("train.steps=100000", "schedule.total_steps=100", "elastic.hang_seconds=2.5", "checkpoint.every=null")
+    with start(runs, "stopped", 2, *overrides) as one:
+        one.wait_for_step(12)
+        sleeper = one.pids()[1]
+        cost = kill_and_recover(one, [1], signal.SIGSTOP)
+        assert 2.2 < cost.noticed < 5.0
+        assert not alive([sleeper]), "it can write nothing any more"
+        assert [event["why"][:20] for event in one.events("hang")] == ["no sign of life for "]
+        wait_until_whole(one, 2)
+        one.wait_for_step(one.step() + 3)
+        one.supervisor.send_signal(signal.SIGTERM)
+        assert one.end() == 0
+        assert not alive(one.pids().values())
+        stopped = one.step()
+    losses(one.run_dir)
+    cfg = runs.config("stopped", *COMMON, *overrides[1:], f"train.steps={stopped + 2}")
+    assert train(cfg, devices=jax.devices()[:2]).step == stopped + 2, "a plain run goes on from there"
+
+
+def test_without_a_supervisor_the_workers_save_and_go(runs):
+    overrides = ("train.steps=100000", "schedule.total_steps=100", "checkpoint.every=null")
+    with start(runs, "orphans", 2, *overrides) as one:
+        one.wait_for_step(5)
+        one.supervisor.kill()
+        one.supervisor.wait()
+        began = time.monotonic()
+        while alive(one.pids().values()):
+            assert time.monotonic() - began < 30, one.tail()
+            time.sleep(0.1)
+    cfg = runs.config("orphans", *COMMON, *overrides)
+    assert saved_bits(cfg, one.step()), "the last update was saved"
+
+
+@pytest.mark.parametrize(("overrides", "options", "message"), [
+    (["train.global_batch=10"], ["--workers=2", "--devices-per-worker=2"], "train.global_batch"),
+    (["train.global_batchs=10"], ["--workers=2"], "global_batch"),
+    ([], ["--workers=0"], "give 1 or more"),
+])
+def test_a_mistake_is_told_before_anything_starts(runs, capfd, overrides, options, message):
+    from maxtext.cli import main
+
+    try:
+        code = main(["launch", "local", str(runs.yaml), "run_name=mistake", *overrides, *options])
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    assert message in capfd.readouterr().err
+    assert not runs.directory("mistake").exists()
