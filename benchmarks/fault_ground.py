@@ -1,0 +1,159 @@
+"""Where the fault campaign runs its trials: small runs, in processes that start fast, and what to compare them with."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+DEVICES, STEPS, EVERY, INSTANCES = 4, 24, 4, 600
+CONFIG = """\
+model: {{vocab_size: 256, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 64, layer_pattern: [window, full], window: 8}}
+data: {{vocab_size: 200, eos_id: 1, pad_id: 2, sequence_length: 32, sources: {{all: {{paths: [{tokens}]}}}}}}
+optim: {{lr: 1e-2, skip: {{window: 8}}}}
+schedule: {{warmup_steps: 10, total_steps: 40}}
+train: {{steps: {steps}, global_batch: 8, compute_dtype: float32, remat: {{mode: none}}}}
+mesh: {{data: {devices}}}
+checkpoint: {{every: {every}, keep_last: null}}
+eval: {{every: null}}
+log: {{tensorboard: false, report: false}}
+output_dir: {folder}/runs
+"""
+
+
+def prepare_environment() -> None:
+    """Before jax is imported, here and in the processes that train."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    flags.append(f"--xla_force_host_platform_device_count={DEVICES}")
+    if not any("optimization_level" in flag for flag in flags):
+        flags.append("--xla_backend_optimization_level=0")  # what is tested is no speed
+    os.environ |= {"XLA_FLAGS": " ".join(flags), "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
+                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PJRT_NPROC": "18",
+                   "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+class Failed(AssertionError):
+    """A trial did not end as it should; the text says how."""
+
+
+@dataclasses.dataclass
+class Ended:
+    """A process that trained."""
+
+    code: int
+    log: str
+    seconds: float
+
+
+class Ground:
+    """Where trials are run: data, undisturbed runs to compare with, and processes that start fast."""
+
+    def __init__(self, folder: Path, without: Sequence[str] = ()) -> None:
+        import numpy as np
+
+        self.folder, self.without = folder, list(without)
+        tokens = np.random.default_rng(0).integers(3, 200, INSTANCES * 32).astype(np.uint8)
+        tokens[::29] = 1
+        tokens.tofile(folder / "tokens.npy")
+        self.yaml = folder / "run.yml"
+        self.yaml.write_text(CONFIG.format(tokens=folder / "tokens.npy", steps=STEPS, devices=DEVICES, every=EVERY,
+                                           folder=folder))
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["benchmarks.fault_injection"])
+        self._straight: dict[tuple[str, ...], Any] = {}
+
+    def start(self, name: str, *overrides: str, faults: Iterable[Any] = (), guarded: bool = False) -> Any:
+        """Starts a process that trains the run `name`."""
+        from benchmarks import fault_injection
+
+        (self.folder / "logs").mkdir(exist_ok=True)
+        log = str(self.folder / "logs" / f"{name}.txt")
+        arguments = [str(self.yaml), f"run_name={name}", *overrides]
+        process = self._context.Process(target=fault_injection.train, daemon=False, args=(
+            arguments, list(faults), [] if guarded else self.without, log))
+        process.start()
+        return process
+
+    def end(self, process: Any, name: str, seconds: float = 90.0) -> Ended:
+        """Waits for a process; Failed when it hangs."""
+        began = time.monotonic()
+        process.join(seconds)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise Failed(f"{name} hung for {seconds:g} s")
+        log = (self.folder / "logs" / f"{name}.txt").read_text()
+        return Ended(process.exitcode, log, time.monotonic() - began)
+
+    def train(self, name: str, *overrides: str, faults: Iterable[Any] = (), guarded: bool = False,
+              seconds: float = 90.0) -> Ended:
+        return self.end(self.start(name, *overrides, faults=faults, guarded=guarded), name, seconds)
+
+    def finish(self, name: str, *overrides: str) -> None:
+        """Starts the command again, as a person would; Failed unless the run is then complete."""
+        ended = self.train(name, *overrides)
+        if ended.code != 0:
+            raise Failed(f"started again, {name} exited with {ended.code}: {ended.log.strip()[-300:]}")
+
+    def straight(self, *overrides: str, journal: str = "") -> Path:
+        """An undisturbed run, and with the decisions of a journal as if known before; made once."""
+        key = (*overrides, journal)
+        if key not in self._straight:
+            name = f"straight{len(self._straight)}"
+            run_dir = self.folder / "runs" / name
+            if journal:
+                run_dir.mkdir(parents=True)
+                (run_dir / "journal.jsonl").write_text(journal)
+            faults = [("known_decisions", {})] if journal else []
+            ended = self.train(name, *overrides, faults=faults, guarded=True)
+            if ended.code != 0:
+                raise RuntimeError(f"the undisturbed run exited with {ended.code}: {ended.log[-2000:]}")
+            self._straight[key] = run_dir
+        return self._straight[key]
+
+    def directory(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def same(self, name: str, *overrides: str, straight: Path | None = None, step: int = STEPS) -> None:
+        """Failed unless the run's last state, and every update's loss and batch, are those of an undisturbed run."""
+        from maxtext.report.run_files import read_metrics
+
+        other = straight or self.straight(*overrides)
+        if saved_bits(self.directory(name), step) != saved_bits(other, step):
+            raise Failed(f"the state of {name} after update {step} is not that of the undisturbed run")
+        kept = [[(record["step"], record.get("train/CE loss"), record.get("data/fingerprint"))
+                 for record in read_metrics(str(folder / "metrics.jsonl"))] for folder in (self.directory(name), other)]
+        if repr(kept[0]) != repr(kept[1]):
+            raise Failed(f"the updates that {name} has logged are not those of the undisturbed run")
+
+    def outcome(self, name: str) -> tuple[list[float], int]:
+        """Seconds of each recovery, and updates done again, from the run's own ledger."""
+        from maxtext.report.goodput import goodput
+        from maxtext.report.run_files import read_run
+
+        found = goodput(read_run(str(self.directory(name))))
+        return ([], 0) if found is None else (found.recoveries, found.lost_updates)
+
+
+def saved_bits(run_dir: Path, step: int) -> dict[str, tuple[str, bytes]]:
+    """Every array of a verified checkpoint, as type and bytes by name."""
+    import numpy as np
+
+    from maxtext.checkpoint import arrays, manifest
+
+    step_dir = str(run_dir / "checkpoints" / manifest.step_name(step))
+    try:
+        saved = manifest.read(step_dir)
+        manifest.check_files(step_dir, saved)
+    except (manifest.Damaged, OSError) as error:
+        raise Failed(f"{step_dir} is not whole: {error}") from None
+    whole = (np.asarray(arrays.read_leaf(os.path.join(step_dir, saved.arrays), name)) for name in saved.leaves)
+    return {name: (leaf.dtype.name, leaf.tobytes()) for name, leaf in zip(saved.leaves, whole, strict=True)}

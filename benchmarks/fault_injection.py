@@ -1,0 +1,370 @@
+"""The faults of the campaign and the guards against them: what is changed inside a process that trains.
+
+A fault is a name and its numbers, so that it can be sent to a process; `train` there runs the command line as it is,
+but for these faults, and without the guards that are named. See faults.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint  # noqa: F401  here, so that it is loaded before a process is split off
+
+from maxtext import cli
+from maxtext.checkpoint import arrays, lease, manager, manifest, upkeep
+from maxtext.data import DataError, pipeline, reader
+from maxtext.data.journal import Journal
+from maxtext.train import lock, loop, optim, watchdog
+from maxtext.train.corruption import Comparison
+from maxtext.train.metrics import MetricsWriter
+from maxtext.train.stop import Stopper
+
+Fault = tuple[str, dict[str, Any]]
+
+
+def train(arguments: Sequence[str], faults: Sequence[Fault], without: Sequence[str], log: str) -> None:
+    """Trains in this process and ends it with the exit code of the command line."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for guard in without:
+        GUARDS[guard]()
+    for name, numbers in faults:
+        FAULTS[name](**numbers)
+    code = cli.train(list(arguments))
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Does something before each call of a function, with its arguments."""
+    original = getattr(owner, name)
+
+    def wrapped(*given: Any, **named: Any) -> Any:
+        action(*given, **named)
+        return original(*given, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def after_update(update: int, action: Callable[[], None]) -> None:
+    """Does something once, when the metrics of an update have been written; the next is dispatched by then."""
+    write = MetricsWriter.write
+
+    def wrapped(self: MetricsWriter, step: int, scalars: Any) -> None:
+        write(self, step, scalars)
+        if step == update:
+            action()
+
+    MetricsWriter.write = wrapped  # type: ignore[method-assign]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- faults
+
+
+def die_after(seconds: float) -> None:
+    """SIGKILL at a moment, counted from the first update."""
+    after_update(0, lambda: threading.Timer(seconds, die).start())
+
+
+def die_at(update: int) -> None:
+    """SIGKILL once the metrics of an update are written, and what was to be saved before is on the disk."""
+    def now() -> None:
+        found[-1].join()
+        die()
+
+    found: list[manager.Checkpoints] = []
+    before(manager.Checkpoints, "save", lambda self, *given: found.append(self))
+    after_update(update, now)
+
+
+def die_after_decision() -> None:
+    """SIGKILL between the journal's line and what it decides."""
+    before(loop.GoBack, "__init__", lambda *given: die())
+
+
+def quick_retry() -> None:
+    """A failed save is tried again in the next update, not seconds later."""
+    if manager._RETRY_SECONDS[0] < 1e6:
+        manager._RETRY_SECONDS = (0.0, 0.0)
+
+
+def die_in_save(number: int, point: str) -> None:
+    """SIGKILL at a named point inside the N-th save of the process."""
+    saves = [0]
+    before(manager.Checkpoints, "save", lambda *given: saves.__setitem__(0, saves[0] + 1))
+
+    def now(*given: Any, **named: Any) -> None:
+        if saves[0] >= number:
+            die()
+
+    owner, name = {"begun": (arrays.Orbax, "start"), "arrays written": (manifest, "record_files"),
+                   "hashed": (manifest, "stage"), "manifest staged": (manifest, "commit"),
+                   "committed": (manager.Checkpoints, "_tidy"), "read back": (upkeep, "delete"),
+                   "deleting": (upkeep.shutil, "rmtree")}[point]
+    before(owner, name, now)
+
+
+def failing_writes(first: int, last: int, error: str, place: str) -> None:
+    """Saves of updates first to last meet an error of the file system."""
+    code = getattr(errno, error)
+
+    def fail(*given: Any, **named: Any) -> None:
+        if first <= step[0] <= last:
+            raise OSError(code, os.strerror(code), "the store")
+
+    step = [0]
+    before(manager.Checkpoints, "save", lambda self, at, *given: step.__setitem__(0, at))
+    owner, name = {"arrays": (arrays.Orbax, "start"), "hashes": (manifest, "record_files"),
+                   "manifest": (manifest, "stage"), "rename": (manifest, "commit")}[place]
+    before(owner, name, fail)
+
+
+def small_disk(first: int, last: int, most: int) -> None:
+    """Between two updates no file may grow beyond so many bytes: the system itself refuses the write."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    after_update(first, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard)))
+    after_update(last, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)))
+
+
+def lying_disk(update: int) -> None:
+    """The save of an update is not on the disk as it was written, though the disk says so."""
+    commit = manifest.commit
+
+    def rot(step_dir: str, token: int = 0) -> None:
+        commit(step_dir, token)
+        if step_dir.endswith(f"{update:08d}"):
+            flip_bit(max((os.path.join(folder, name) for folder, _, names in os.walk(step_dir) for name in names),
+                         key=os.path.getsize), 0.5, 3)
+
+    manifest.commit = rot
+
+
+def slow_store(seconds: float) -> None:
+    """Each save takes longer in the background."""
+    before(manifest, "record_files", lambda *given: time.sleep(seconds))
+
+
+def slow_updates(seconds: float) -> None:
+    """Each update takes longer, so that others come in between."""
+    before(loop.Attendance, "fetch", lambda *given: time.sleep(seconds))
+
+
+def stall(update: int, seconds: float) -> None:
+    """The data of an update take long, or for ever."""
+    take = pipeline.Batches.__next__
+
+    def wrapped(self: pipeline.Batches) -> Any:
+        if self._step + 1 == update:
+            time.sleep(seconds)
+        return take(self)
+
+    pipeline.Batches.__next__ = wrapped  # type: ignore[method-assign]
+
+
+def bad_instances(numbers: Sequence[int], how: str) -> None:
+    """Some instances cannot be read, or hold ids that the vocabulary has not."""
+    read = reader.InstanceReader.read
+
+    def wrapped(self: reader.InstanceReader, ids: np.ndarray) -> np.ndarray:
+        bad = np.isin(ids, numbers)
+        if bad.any() and how == "unreadable":
+            raise DataError(f"the store: instance {ids[bad][0]} cannot be read")
+        tokens = read(self, ids)
+        tokens[bad] = np.iinfo(tokens.dtype).max
+        return tokens
+
+    reader.InstanceReader.read = wrapped  # type: ignore[method-assign]
+
+
+def spoilt_batches(numbers: Sequence[int], how: str) -> None:
+    """Some batches of the data's order give a loss of NaN, or count one token alone, whose gradient is an outlier."""
+    take, compile_train_step, taken = pipeline.Batches.__next__, loop.compile_train_step, []
+
+    def wrapped(self: pipeline.Batches) -> Any:
+        taken.append(self.data_step(self._step + 1))
+        return take(self)
+
+    def changed(cfg: Any) -> Any:
+        step = compile_train_step(cfg)
+
+        def run(compiled: Any, state: Any, batch: Any) -> Any:
+            if taken[-1] in numbers:
+                weights = batch.weights_BT * jnp.float32(jnp.nan)
+                if how == "outlier":
+                    one = np.zeros(weights.shape, np.float32)
+                    one[0, 0] = 1
+                    weights = jax.device_put(one, weights.sharding)
+                batch = batch.replace(weights_BT=weights)
+            return compiled(state, batch)
+
+        return SimpleNamespace(lower=lambda *given: SimpleNamespace(compile=lambda: (
+            lambda compiled: lambda state, batch: run(compiled, state, batch))(step.lower(*given).compile())))
+
+    pipeline.Batches.__next__ = wrapped  # type: ignore[method-assign]
+    loop.compile_train_step = changed
+
+
+def flipped_state(update: int, device: int, leaf: int, bit: int) -> None:
+    """One bit of what one device holds of the state turns over, in memory, without a word."""
+    compile_train_step = loop.compile_train_step
+
+    def run(compiled: Any, state: Any, batch: Any) -> Any:
+        state, metrics = compiled(state, batch)
+        if int(state.step) == update:
+            leaves, treedef = jax.tree.flatten(state)
+            floats = [i for i, one in enumerate(leaves) if one.dtype == jnp.float32 and one.size > 1]
+            place = floats[leaf % len(floats)]
+            leaves[place] = with_flip(leaves[place], jax.devices()[device], bit)
+            state = jax.tree.unflatten(treedef, leaves)
+        return state, metrics
+
+    def changed(cfg: Any) -> Any:
+        step = compile_train_step(cfg)
+        return SimpleNamespace(lower=lambda *given: SimpleNamespace(compile=lambda: (
+            lambda compiled: lambda state, batch: run(compiled, state, batch))(step.lower(*given).compile())))
+
+    loop.compile_train_step = changed
+
+
+def signals(update: int, number: int, times: int, where: str) -> None:
+    """A signal after an update, in the save that follows, or in an evaluation."""
+    def send(*given: Any, **named: Any) -> None:
+        if not sent:
+            sent.append(1)
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+
+    sent: list[int] = []
+    if where == "update":
+        after_update(update, send)
+    else:
+        before(manifest, "record_files" if where == "save" else "stage", send)
+
+
+def known_decisions() -> None:
+    """A new run takes over the journal that stands in its folder."""
+    Journal.forget = lambda self: None  # type: ignore[method-assign]
+
+
+def clock_jump(update: int, hours: float) -> None:
+    """The time of day jumps."""
+    real = time.time
+    after_update(update, lambda: setattr(time, "time", lambda: real() + 3600 * hours))
+
+
+def other_machine(name: str, patience: float) -> None:
+    """The process looks as if it ran on another machine: file locks do not reach there."""
+    lease._machine = lambda: name
+    lease.BEAT_SECONDS = patience / 5
+    acquire = lease.acquire
+    lease.acquire = lambda *given, **named: acquire(*given, **named | {"patience": patience})
+    lock._lock = lambda *given: False
+
+
+FAULTS: dict[str, Callable[..., None]] = {fault.__name__: fault for fault in (
+    die_after, die_at, die_after_decision, die_in_save, quick_retry, failing_writes, small_disk, lying_disk, slow_store,
+    slow_updates, stall, bad_instances, spoilt_batches, flipped_state, signals, clock_jump, other_machine,
+    known_decisions)}
+
+
+# ---- what guards against them, switched off
+
+
+def _no_fence() -> None:
+    lease.Fence.refusal = lambda *given: None  # type: ignore[method-assign]
+    lease.Lease.check = lambda self: None  # type: ignore[method-assign]
+    lease.Lease.refuse_if_late = lambda self: None  # type: ignore[method-assign]
+
+
+def _no_lock() -> None:
+    loop.Attendance.lock = lambda self, run_dir: contextlib.nullcontext()  # type: ignore[method-assign]
+
+
+def _no_masks() -> None:
+    pipeline.Batches._without_bad = lambda self, rows, ids: (rows, None)  # type: ignore[method-assign]
+
+
+def _no_retry() -> None:
+    manager._RETRY_SECONDS = (1e9, 1e9)
+
+
+def _no_journal() -> None:
+    Journal._write = lambda self, entry: None  # type: ignore[method-assign]
+    Journal.state = lambda self: {}  # type: ignore[method-assign]
+
+
+def _no_skips() -> None:
+    optim._is_ordinary = lambda *given: jnp.bool_(True)
+
+
+def _no_watchdog() -> None:
+    watchdog.Watchdog._limit = lambda self, phase: 1e9  # type: ignore[method-assign]
+
+
+def _no_comparison() -> None:
+    Comparison.__call__ = lambda self, state, batch: None  # type: ignore[method-assign]
+
+
+def _no_hashes() -> None:
+    manifest.check_files = lambda *given: None
+
+
+def _no_fingerprints() -> None:
+    manager.integrity.tree_fingerprints = lambda state: {}
+
+
+def _no_stop() -> None:
+    Stopper._receive = lambda *given: None  # type: ignore[method-assign]
+
+
+def _no_config_check() -> None:
+    loop.check_same_run = lambda *given: None
+    pipeline.Batches._identity = lambda self: {}  # type: ignore[method-assign]
+
+
+GUARDS: dict[str, Callable[[], None]] = {
+    "fence": _no_fence, "lock": _no_lock, "masks": _no_masks, "retry": _no_retry, "journal": _no_journal,
+    "skips": _no_skips, "watchdog": _no_watchdog, "comparison": _no_comparison, "hashes": _no_hashes,
+    "fingerprints": _no_fingerprints, "stop": _no_stop, "config": _no_config_check}
+
+
+# ---- pieces of faults
+
+
+def flip_bit(path: str, where: float, bit: int) -> None:
+    """Turns one bit of a file over; `where` is a share of its length."""
+    with open(path, "r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(min(int(where * size), size - 1))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def with_flip(x: jax.Array, device: jax.Device, bit: int) -> jax.Array:
+    """The array with one bit of what one device holds of it turned over."""
+    parts = []
+    for shard in x.addressable_shards:
+        part = np.array(shard.data)
+        if shard.device == device:
+            part.reshape(-1).view(np.uint32)[part.size // 2] ^= np.uint32(1 << bit)
+        parts.append(jax.device_put(part, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)

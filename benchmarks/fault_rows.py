@@ -1,0 +1,403 @@
+"""The rows of the fault campaign: each draws one fault, injects it, and says how the run must end."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.fault_ground import EVERY, INSTANCES, STEPS, Failed, Ground, saved_bits
+
+SAVE_POINTS = ("begun", "arrays written", "hashed", "manifest staged", "committed")
+PATIENCE = 1.5  # seconds after which a lease of another machine is taken over
+
+
+@dataclasses.dataclass
+class Trial:
+    """One trial: its random numbers, the runs that it made, and what its recoveries took."""
+
+    ground: Ground
+    name: str
+    seed: str
+    recoveries: list[float] = dataclasses.field(default_factory=list)
+    lost: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng, self.names = random.Random(self.seed), [self.name]
+
+    def must(self, ended, code: int, *words: str) -> None:
+        """Failed unless a process ended with this exit code and said so."""
+        if ended.code != code:
+            raise Failed(f"exit code {ended.code} instead of {code}: {ended.log.strip()[-400:]}")
+        for word in words:
+            if word not in ended.log:
+                raise Failed(f"nothing was said of {word!r}: {ended.log.strip()[-400:]}")
+
+    def account(self, most_lost: int | None = None) -> None:
+        """Takes over recoveries and lost updates from the ledger; Failed when more were lost than may be."""
+        self.recoveries, self.lost = self.ground.outcome(self.name)
+        if most_lost is not None and self.lost > most_lost:
+            raise Failed(f"{self.lost} updates were done again, at most {most_lost} may be")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A kind of fault; `guards` are those without which its trials fail."""
+
+    name: str
+    doc: str
+    guards: tuple[str, ...]
+    run: Callable[[Trial], None]
+
+
+def kill(trial: Trial) -> None:
+    ground = trial.ground
+    ended = ground.train(trial.name, faults=[("slow_updates", {"seconds": 0.02}),
+                                             ("die_after", {"seconds": trial.rng.uniform(0, STEPS * 0.03)})])
+    if ended.code != 0:  # else it was over before
+        trial.must(ended, -signal.SIGKILL)
+        ground.finish(trial.name)
+    ground.same(trial.name)
+    trial.account(most_lost=2 * EVERY)  # a save in the background may be one cadence behind
+
+
+def kill_in_save(trial: Trial) -> None:
+    ground, point = trial.ground, trial.rng.choice((*SAVE_POINTS, "read back", "deleting"))
+    keep = ("checkpoint.keep_last=1",)
+    trial.must(ground.train(trial.name, *keep, faults=[
+        ("die_in_save", {"number": trial.rng.randint(2, 5), "point": point})]), -signal.SIGKILL)
+    ground.finish(trial.name, *keep)
+    ground.same(trial.name)
+    left = [str(path) for path in (ground.directory(trial.name) / "checkpoints").rglob("*.tmp")]
+    if left:
+        raise Failed(f"left behind: {left}")
+    trial.account(most_lost=2 * EVERY)
+
+
+def _damaged(trial: Trial, harm: Callable[[Path], None], *, sure: bool = True) -> None:
+    """A run that stands at its end is harmed, thrown back to update 12, and must come out the same."""
+    ground = trial.ground
+    shutil.copytree(ground.straight(), ground.directory(trial.name))
+    checkpoints = ground.directory(trial.name) / "checkpoints"
+    for step in range(16, STEPS + 1, EVERY):
+        shutil.rmtree(checkpoints / f"step_{step:08d}")
+    before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+    harm(checkpoints)
+    changed = any(not path.exists() or path.read_bytes() != data for path, data in before.items())
+    ended = ground.train(trial.name)
+    trial.must(ended, 0)
+    if sure and changed and "resuming" in ended.log and "from update 12 of" in ended.log:
+        raise Failed("the damaged step was used")
+    ground.same(trial.name)
+
+
+def _one_file(trial: Trial, folder: Path) -> Path:
+    return trial.rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+
+
+def bit_flip(trial: Trial) -> None:
+    from benchmarks.fault_injection import flip_bit
+
+    _damaged(trial, lambda checkpoints: flip_bit(str(_one_file(trial, checkpoints / "step_00000012")),
+                                                 trial.rng.random(), trial.rng.randrange(8)))
+
+
+def torn_write(trial: Trial) -> None:
+    def tear(checkpoints: Path) -> None:
+        path = _one_file(trial, checkpoints / "step_00000012")
+        data, how = path.read_bytes(), trial.rng.choice(("cut", "page", "empty", "gone"))
+        at = trial.rng.randrange(len(data))
+        if how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes({"cut": data[:at], "empty": b"",
+                              "page": data[:at] + bytes(len(data[at:at + 4096])) + data[at + 4096:]}[how])
+
+    _damaged(trial, tear)
+
+
+def bad_memory(trial: Trial) -> None:
+    """The bytes were wrong before they were hashed: files and hashes agree."""
+    from benchmarks.fault_injection import flip_bit
+
+    def spoil(checkpoints: Path) -> None:
+        step_dir = checkpoints / "step_00000012"
+        path = max(step_dir.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+        flip_bit(str(path), trial.rng.uniform(0.1, 0.9), trial.rng.randrange(8))
+        document = json.loads((step_dir / "manifest.json").read_text())
+        document["body"]["files"][str(path.relative_to(step_dir))]["sha256"] = hashlib.sha256(
+            path.read_bytes()).hexdigest()
+        body = json.dumps(document["body"], sort_keys=True, separators=(",", ":"))
+        document["sha256"] = hashlib.sha256(body.encode()).hexdigest()
+        (step_dir / "manifest.json").write_text(json.dumps(document))
+
+    _damaged(trial, spoil)
+
+
+def strays(trial: Trial) -> None:
+    def litter(checkpoints: Path) -> None:
+        how = trial.rng.choice(("empty", "number", "copy", "file", "moved"))
+        newest = checkpoints / "step_00000012"
+        if how == "empty":
+            (checkpoints / "step_00000099").mkdir()
+        elif how == "number":
+            shutil.copytree(newest, checkpoints / "40")
+        elif how == "copy":
+            shutil.copytree(newest / next(name for name in os.listdir(newest) if name.startswith("arrays")),
+                            checkpoints / "step_00000099" / "arrays-1")
+        elif how == "file":
+            (checkpoints / "step_00000099").write_text("")
+        else:
+            shutil.copytree(newest, checkpoints / "step_00000099")
+
+    _damaged(trial, litter, sure=False)
+
+
+def failing_store(trial: Trial) -> None:
+    ground, first = trial.ground, trial.rng.randint(1, 12)
+    last = first + trial.rng.randint(1, 6)
+    kind = trial.rng.choice(("ENOSPC", "EROFS", "EIO", "quota"))
+    fault = ("small_disk", {"first": first, "last": last, "most": 20_000}) if kind == "quota" else (
+        "failing_writes", {"first": first, "last": last, "error": kind,
+                           "place": trial.rng.choice(("arrays", "hashes", "manifest", "rename"))})
+    options = ("checkpoint.every=2",)
+    ended = ground.train(trial.name, *options, faults=[("slow_updates", {"seconds": 0.02}), fault])
+    trial.must(ended, 0, "was not saved to")
+    ground.same(trial.name)
+
+
+def retried_save(trial: Trial) -> None:
+    """The only save before the end fails; it must be made up for before the end."""
+    ground, at = trial.ground, trial.rng.randint(3, 8)
+    ended = ground.train(trial.name, f"checkpoint.every={at + 12}", faults=[
+        ("quick_retry", {}), ("slow_updates", {"seconds": 0.02}),
+        ("failing_writes", {"first": at + 12, "last": at + 12, "error": "ENOSPC", "place": "arrays"})])
+    trial.must(ended, 0, f"step {at + 12} was not saved to")
+    between = [name for name in os.listdir(ground.directory(trial.name) / "checkpoints")
+               if at + 12 < int(name[5:13]) < STEPS]
+    if not between:
+        raise Failed("the failed save was not tried again before the end")
+    ground.same(trial.name)
+
+
+def lying_disk(trial: Trial) -> None:
+    ground, at = trial.ground, trial.rng.choice((8, 12, 16))
+    keep = ("checkpoint.keep_last=1",)
+    trial.must(ground.train(trial.name, *keep, faults=[
+        ("lying_disk", {"update": at}), ("slow_updates", {"seconds": 0.02}),
+        ("die_at", {"update": at + 3})]), -signal.SIGKILL, "read back right after it was written")
+    ground.finish(trial.name, *keep)
+    ground.same(trial.name)
+    trial.account(most_lost=2 * EVERY)
+
+
+def slow_store(trial: Trial) -> None:
+    ground = trial.ground
+    trial.must(ground.train(trial.name, faults=[("slow_store", {"seconds": trial.rng.uniform(0.1, 0.4)})]), 0)
+    ground.same(trial.name)
+
+
+def two_trainers(trial: Trial) -> None:
+    ground, slow = trial.ground, [("slow_updates", {"seconds": 0.1})]
+    first = ground.start(trial.name, faults=slow)
+    _wait_for_update(ground, trial.name, trial.rng.randint(1, 8))
+    second = ground.train(trial.name, faults=[])
+    ended = ground.end(first, trial.name)
+    trial.must(ended, 0)
+    if second.code != 2:
+        raise Failed(f"the second trainer was not refused: it exited with {second.code}")
+    ground.same(trial.name)
+
+
+def take_over(trial: Trial) -> None:
+    """A trainer on another machine stands still, a second takes over and finishes, the first wakes up."""
+    ground = trial.ground
+    first = ground.start(trial.name, faults=[("other_machine", {"name": "a", "patience": PATIENCE}),
+                                             ("slow_updates", {"seconds": 0.08})])
+    _wait_for_update(ground, trial.name, trial.rng.randint(2, 10))
+    os.kill(first.pid, signal.SIGSTOP)
+    try:
+        second = ground.start(trial.name, faults=[("other_machine", {"name": "b", "patience": PATIENCE}),
+                                                  ("slow_updates", {"seconds": 0.05})])
+        _wait_for_token(ground, trial.name, 2)
+        time.sleep(trial.rng.uniform(0, 1.5))
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    second.join(60)
+    ended = ground.end(first, trial.name)
+    if second.exitcode != 0:
+        raise Failed(f"the second trainer exited with {second.exitcode}: {ended.log[-400:]}")
+    trial.must(ended, 3, "another process took over")
+    ground.same(trial.name)
+
+
+def bad_data(trial: Trial) -> None:
+    ground, share = trial.ground, "data.bad_instances=0.2"
+    numbers = sorted(trial.rng.sample(range(INSTANCES), 40))
+    how = trial.rng.choice(("unreadable", "ids"))
+    ended = ground.train(trial.name, share, faults=[("bad_instances", {"numbers": numbers, "how": how})])
+    if "may be left out" in ended.log:
+        raise Failed("more instances were met than planned")
+    trial.must(ended, 0)
+    text = (ground.directory(trial.name) / "journal.jsonl").read_text()
+    found = [json.loads(line)["instance"] for line in text.splitlines()]
+    if not found or not set(found) <= set(numbers):
+        raise Failed(f"the journal names {found}, bad were {numbers}")
+    whole = "".join(json.dumps({"kind": "masked", "instance": number, "why": ""}) + "\n" for number in sorted(found))
+    ground.same(trial.name, straight=ground.straight(share, journal=whole))
+
+
+def stalled_data(trial: Trial) -> None:
+    ground, at, limit = trial.ground, trial.rng.randint(2, 20), "watchdog.data_seconds=2"
+    if trial.rng.random() < 0.3:  # slow, but moving
+        trial.must(ground.train(trial.name, limit, faults=[("stall", {"update": at, "seconds": 1})]), 0)
+    else:
+        trial.must(ground.train(trial.name, limit, seconds=30, faults=[("stall", {"update": at, "seconds": 600})]), 75,
+                   "stuck in phase data")
+        ground.finish(trial.name)
+        trial.account(most_lost=2 * EVERY)
+    ground.same(trial.name)
+
+
+def not_finite(trial: Trial) -> None:
+    """One update that is skipped: weights and moments after it are those before it, to the bit."""
+    ground, at = trial.ground, trial.rng.randint(2, STEPS - 2)
+    kind = trial.rng.choice(("adamw", "skip_step_adamw"))
+    options = ("checkpoint.every=1", f"optim.kind={kind}", *(["optim.skip.window=128"] if kind == "adamw" else []))
+    trial.must(ground.train(trial.name, *options, faults=[
+        ("spoilt_batches", {"numbers": [at], "how": "nan"})]), 0)
+    skipped = [record["step"] for record in _records(ground, trial.name) if record.get("optim/step skipped")]
+    if skipped != [at]:
+        raise Failed(f"updates {skipped} were skipped, {at} was not finite")
+    before, after = (saved_bits(ground.directory(trial.name), step) for step in (at - 1, at))
+    held = [name for name in before if name.startswith(("params.", "optimizer.mu", "optimizer.nu", "optimizer.count"))]
+    if changed := [name for name in held if before[name] != after[name]]:
+        raise Failed(f"the skipped update changed {', '.join(changed[:3])}")
+
+
+def bad_stretch(trial: Trial) -> None:
+    """Several updates in a row: back and past them; the process dies right after it has decided so."""
+    ground, first = trial.ground, trial.rng.randint(EVERY + 2, STEPS - 8)
+    options = ("guard.skips_in_a_row=1", "checkpoint.asynchronous=false")
+    numbers = [first, first + 1]
+    faults = [("spoilt_batches", {"numbers": numbers, "how": trial.rng.choice(("nan", "outlier"))})]
+    die = trial.rng.random() < 0.5
+    ended = ground.train(trial.name, *options, faults=[*faults, *([("die_after_decision", {})] if die else [])])
+    if die:
+        trial.must(ended, -signal.SIGKILL)
+        ground.finish(trial.name, *options)
+    else:
+        trial.must(ended, 0, "going back to update")
+    back_to = (first - 1) // EVERY * EVERY
+    line = json.dumps({"kind": "jump", "update": first + 1, "back_to": back_to, "first": first, "last": first + 1,
+                       "why": ""}) + "\n"
+    ground.same(trial.name, straight=ground.straight(*options, journal=line))
+    trial.account()
+
+
+def corrupted_device(trial: Trial) -> None:
+    ground, at = trial.ground, trial.rng.randint(1, STEPS - 4)
+    device = trial.rng.randrange(4)
+    option = "guard.compare_devices_every=3"
+    ended = ground.train(trial.name, option, faults=[("flipped_state", {
+        "update": at, "device": device, "leaf": trial.rng.randrange(100), "bit": trial.rng.randrange(31)})])
+    trial.must(ended, 3, "has other bits of", f"device {device} (")
+    ground.finish(trial.name)
+    ground.same(trial.name)
+    trial.account(most_lost=3 * EVERY)
+
+
+def stop_signal(trial: Trial) -> None:
+    ground, at = trial.ground, trial.rng.randint(1, STEPS - 3)
+    number = trial.rng.choice((signal.SIGTERM, signal.SIGINT))
+    where = trial.rng.choice(("update", "save", "manifest"))
+    ended = ground.train(trial.name, faults=[("slow_updates", {"seconds": 0.02}), (
+        "signals", {"update": at, "number": int(number), "times": 1, "where": where})])
+    trial.must(ended, 0, f"stopped by {number.name}")
+    ground.finish(trial.name)
+    ground.same(trial.name)
+    trial.account(most_lost=0)
+
+
+def two_signals(trial: Trial) -> None:
+    ground, at = trial.ground, trial.rng.randint(1, STEPS - 3)
+    ended = ground.train(trial.name, faults=[("slow_updates", {"seconds": 0.02}), (
+        "signals", {"update": at, "number": int(signal.SIGTERM), "times": 2, "where": "update"})])
+    trial.must(ended, -signal.SIGTERM)
+    ground.finish(trial.name)
+    ground.same(trial.name)
+    trial.account(most_lost=2 * EVERY)
+
+
+def clock_jump(trial: Trial) -> None:
+    ground = trial.ground
+    trial.must(ground.train(trial.name, faults=[("clock_jump", {
+        "update": trial.rng.randint(1, STEPS - 1), "hours": trial.rng.choice((-1, 1))})]), 0)
+    ground.same(trial.name)
+
+
+def other_config(trial: Trial) -> None:
+    ground, at = trial.ground, trial.rng.randint(2, 20)
+    trial.must(ground.train(trial.name, faults=[("signals", {
+        "update": at, "number": int(signal.SIGTERM), "times": 1, "where": "update"})]), 0)
+    change = trial.rng.choice(("data.seed=7", "train.global_batch=16", "data.sequence_length=16",
+                               "optim.skip.window=16"))
+    trial.must(ground.train(trial.name, change), 2, change.split("=")[0])
+    ground.finish(trial.name)
+    ground.same(trial.name)
+
+
+def _records(ground: Ground, name: str) -> list[dict]:
+    from maxtext.report.run_files import read_metrics
+
+    return read_metrics(str(ground.directory(name) / "metrics.jsonl"))
+
+
+def _wait_for_update(ground: Ground, name: str, update: int, seconds: float = 60.0) -> None:
+    from maxtext.report.run_files import last_step
+
+    _wait(lambda: last_step(str(ground.directory(name))) >= update, f"update {update} of {name}", seconds)
+
+
+def _wait_for_token(ground: Ground, name: str, token: int, seconds: float = 60.0) -> None:
+    _wait((ground.directory(name) / ".lease" / f"{token:08d}.json").exists, f"token {token} of {name}", seconds)
+
+
+def _wait(ready: Callable[[], bool], what: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            raise Failed(f"no {what} in {seconds:g} s")
+        time.sleep(0.02)
+
+
+ROWS = (
+    Row("kill", "SIGKILL at any moment", (), kill),
+    Row("kill in save", "SIGKILL at any point of a save", (), kill_in_save),
+    Row("bit flip", "one bit of any file of the newest checkpoint", ("hashes",), bit_flip),
+    Row("torn write", "a file of the newest checkpoint cut, zeroed, emptied or gone", ("hashes",), torn_write),
+    Row("bad memory", "arrays that were wrong before they were hashed", ("fingerprints",), bad_memory),
+    Row("strays", "folders and files that look like checkpoints", (), strays),
+    Row("failing store", "full, read-only or broken for a while", (), failing_store),
+    Row("retried save", "the only save fails", ("retry",), retried_save),
+    Row("lying disk", "what is read back is not what was written", ("hashes",), lying_disk),
+    Row("slow store", "saves that take long", (), slow_store),
+    Row("two trainers", "on one machine", ("lock",), two_trainers),
+    Row("take-over", "of a trainer that was stopped, by another machine", ("fence",), take_over),
+    Row("bad data", "instances that cannot be read or hold other ids", ("masks",), bad_data),
+    Row("stalled data", "a batch that takes long, or for ever", ("watchdog",), stalled_data),
+    Row("not finite", "one update", ("skips",), not_finite),
+    Row("bad stretch", "updates in a row, and a kill right after the decision", ("journal",), bad_stretch),
+    Row("corrupted device", "one bit in the memory of one device", ("comparison",), corrupted_device),
+    Row("stop signal", "SIGTERM or SIGINT after an update or in a save", ("stop",), stop_signal),
+    Row("two signals", "SIGTERM twice", (), two_signals),
+    Row("clock jump", "of an hour, while training", (), clock_jump),
+    Row("other config", "at a resume", ("config",), other_config),
+)
