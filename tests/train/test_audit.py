@@ -19,6 +19,7 @@ from maxtext.train.loop import train
 from tests.runs import Runs, some_devices
 from tests.train.test_guard import poison
 
+pytestmark = pytest.mark.one_pass
 OPTIONS = ("train.steps=12", "checkpoint.every=4", "eval.every=null", "log.report=false", "guard.skips_in_a_row=1")
 
 

@@ -81,6 +81,7 @@ def test_a_device_that_computes_something_else_is_found(compared, monkeypatch: p
         f"device {broken.id} (cpu, process 0) has another gradient of the same row than its peers"] * 2
 
 
+@pytest.mark.one_pass
 def test_a_run_stops_and_its_checkpoints_since_then_are_set_aside(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     devices = some_devices(4)
     cfg = runs.config("run", "train.steps=12", "checkpoint.every=2", "eval.every=null", "mesh.data=4",
@@ -117,6 +118,7 @@ def test_a_run_stops_and_its_checkpoints_since_then_are_set_aside(runs: Runs, mo
     assert train(cfg, devices=devices) == Outcome(12)
 
 
+@pytest.mark.one_pass
 def test_comparing_changes_nothing(runs: Runs):
     options = ("train.steps=6", "checkpoint.every=6", "eval.every=null", "mesh.data=2")
     for name, extra in (("plain", ()), ("compared", ("guard.compare_devices_every=2",))):

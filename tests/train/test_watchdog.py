@@ -69,6 +69,7 @@ def test_a_process_that_was_stopped_for_a_while_is_not_taken_for_stuck(tmp_path:
     assert given_up == []
 
 
+@pytest.mark.one_pass
 @pytest.mark.parametrize("phase", ["data"])
 def test_a_run_that_hangs_exits_75_and_goes_on_when_started_again(runs: Runs, phase: str):
     arguments = runs.arguments("run", *OPTIONS, f"watchdog.{phase}_seconds=3")
