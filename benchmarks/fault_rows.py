@@ -382,7 +382,7 @@ ROWS = (
     Row("kill", "SIGKILL at any moment", (), kill),
     Row("kill in save", "SIGKILL at any point of a save", (), kill_in_save),
     Row("bit flip", "one bit of any file of the newest checkpoint", ("hashes",), bit_flip),
-    Row("torn write", "a file of the newest checkpoint cut, zeroed, emptied or gone", ("hashes",), torn_write),
+    Row("torn write", "a file of the newest checkpoint cut, zeroed, emptied or gone", (), torn_write),
     Row("bad memory", "arrays that were wrong before they were hashed", ("fingerprints",), bad_memory),
     Row("strays", "folders and files that look like checkpoints", (), strays),
     Row("failing store", "full, read-only or broken for a while", (), failing_store),
