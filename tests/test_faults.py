@@ -15,7 +15,7 @@ FAULTS = ROOT / "benchmarks" / "faults.py"
 
 def campaign(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(FAULTS), *arguments], env=environment(4), cwd=ROOT, text=True,
-                          capture_output=True, timeout=240)
+                          capture_output=True, timeout=600)
 
 
 @pytest.mark.one_pass
