@@ -38,9 +38,10 @@ def main() -> None:
     args = parser.parse_args()
 
     from maxtext.config.load import load
-    from maxtext.parallel.runtime import prepare_runtime
+    from maxtext.parallel.runtime import keep_freed_memory, prepare_runtime
 
     prepare_runtime()
+    keep_freed_memory()
     import jax
     import numpy as np
 

@@ -37,6 +37,7 @@ from maxtext.parallel.host_memory import on_devices
 from maxtext.parallel.launch import describe
 from maxtext.parallel.mesh import make_mesh
 from maxtext.parallel.network import network_of
+from maxtext.parallel.runtime import keep_freed_memory
 from maxtext.parallel.sharding import sharding
 from maxtext.train.attendance import Attendance, MembersChanged
 from maxtext.train.clock import Clock, Phases
@@ -126,6 +127,8 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     devices = jax.devices() if devices is None else devices
     cfg, why_mesh = settled(cfg, len(devices), network_of(devices))
     mesh = make_mesh(cfg, devices)
+    if devices[0].platform == "cpu":
+        keep_freed_memory()
     kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
     watchdog = nullcontext() if attendance.watched else Watchdog(cfg.watchdog, cfg.run_dir, phases, ledger)
     with (attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh), watchdog,

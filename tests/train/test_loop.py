@@ -126,6 +126,13 @@ def test_host_memory_does_not_grow(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     assert after < 1.05 * before
 
 
+def test_a_run_on_a_cpu_keeps_the_memory_of_its_steps(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    kept: list[bool] = []
+    monkeypatch.setattr(loop, "keep_freed_memory", lambda: kept.append(True))
+    assert train(runs.config("run", "train.steps=1"), devices=ONE) == Outcome(1)
+    assert kept == [True]
+
+
 def test_a_time_budget_stops_cleanly(runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     ahead = 0.0
 
