@@ -77,6 +77,7 @@ def main() -> None:
     if others:
         figures |= {
             "experts: tokens/s": round(count / float(np.median(seconds[1]))),
+            "experts: tokens/CPU-second": round(count / cpu[1].mean()),
             "experts: tokens/s over dense": round(median / float(np.median(seconds[1])), 3),
             "experts: tokens/CPU-second over dense": round(cpu[0].mean() / cpu[1].mean(), 3),
             "experts: loss": round(others[0](), 4),

@@ -1,0 +1,50 @@
+"""The table that holds our train step against peers', and the processes it is made of."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import peers
+from benchmarks.peers import CPU_SPEED, MAXTEXT, MEMORY, OURS, SPEED, START, TORCH, Run, Workload
+
+
+def figures(speed: float, cpu_speed: float, **more: float) -> dict[str, float]:
+    return {SPEED: speed, CPU_SPEED: cpu_speed, START: 5.0, MEMORY: 1.0, "loss": 9, **more}
+
+
+def test_the_best_round_of_each_trainer_counts():
+    runs = [Run("8192", MAXTEXT, figures(1000, 500, **{START: 20.0})),
+            Run("8192", OURS, figures(3000, 2000, **{MEMORY: 2.5})),
+            Run("8192", MAXTEXT, figures(900, 800, **{START: 15.0})),
+            Run("8192", OURS, figures(4000, 1000, **{MEMORY: 1.5})),
+            Run("experts", OURS, {SPEED: 600, CPU_SPEED: 300}), Run("experts", MAXTEXT, figures(200, 200))]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in peers.table(runs)]
+    assert len({len(row) for row in rows}) == 1
+    assert rows[2:] == [
+        ["8192", OURS, "4,000", "2,000", "5.0", "1.5", "", ""],
+        ["8192", MAXTEXT, "1,000", "800", "15.0", "1.0", "4.00", "2.50"],
+        ["experts", OURS, "600", "300", "", "", "", ""],
+        ["experts", MAXTEXT, "200", "200", "5.0", "1.0", "3.00", "1.50"],
+    ]
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(peers, "HERE", tmp_path)
+    monkeypatch.setitem(peers.WORKLOADS, "experts", Workload({OURS: 3, TORCH: 2}, vocab=77, experts=True))
+    return tmp_path
+
+
+def test_a_run_is_a_process_of_its_own(scripts: Path):
+    (scripts / "train_step.py").write_text(
+        "import json, sys; print('noise')\n"
+        "print(json.dumps({'tokens/s': 1, 'experts: tokens/s': 2, 'experts: arguments': sys.argv[1:]}))")
+    run = peers.measure("experts", OURS, sys.executable)
+    assert run.figures == {SPEED: 2, "arguments": ["--vocab", "77", "--steps", "3", "--experts"]}
+
+
+def test_a_trainer_that_fails_ends_the_comparison_with_what_it_wrote(scripts: Path):
+    (scripts / "peer_torch.py").write_text("import sys; print('{}'); sys.exit('no module named torch')")
+    with pytest.raises(SystemExit, match=r"(?s)peer_torch.py --vocab 77 --steps 2 failed.* code 1:\n.*no module"):
+        peers.measure("experts", TORCH, sys.executable)
