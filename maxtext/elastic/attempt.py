@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from maxtext.checkpoint.lease import Lease
 from maxtext.checkpoint.manager import Checkpoints, Restored
@@ -25,9 +26,11 @@ from maxtext.checkpoint.tiers_vote import restore
 from maxtext.config.schema import Config
 from maxtext.train.attendance import Attendance, MembersChanged
 from maxtext.train.lock import run_lease
+from maxtext.train.state import TrainState
 from maxtext.train.stop import MEMBERS, Stopper
 
 PyTree = Any
+Shapes = dict[tuple[tuple[str, int], ...], TrainState]
 POLL_SECONDS = 0.002
 
 
@@ -69,10 +72,15 @@ class ElasticAttendance(Attendance):
 
     def __init__(self, requests: Requests, snapshots: Snapshots, root: str, run: str, every: int,
                  exchange: Callable[[str, str], list[str]], told: Callable[[str], None], first: bool,
-                 event: Callable[..., None]) -> None:
+                 event: Callable[..., None], shapes: Shapes) -> None:
+        """
+        Args:
+          shapes: the abstract states of former attempts of the process by mesh, to be added to.
+        """
         self._requests, self._snapshots, self._root, self._run, self._every = requests, snapshots, root, run, every
         self._exchange, self._told, self._event, self.first = exchange, told, event, first
         self.phase_name, self.since, self.step, self.longest = "join", time.monotonic(), 0, 0.0
+        self._shapes = shapes
         self._steps = 0  # dispatched in this attempt
         self._checkpoints: Checkpoints | None = None
 
@@ -123,6 +131,17 @@ class ElasticAttendance(Attendance):
 
     def opened(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
+
+    def abstract(self, cfg: Config, mesh: Mesh) -> TrainState:
+        key = tuple(mesh.shape.items())
+        if key not in self._shapes:  # to trace the initial state is most of what a regroup would take
+            self._shapes[key] = super().abstract(cfg, mesh)
+
+        def here(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            before = leaf.sharding
+            return leaf.update(sharding=NamedSharding(mesh, before.spec, memory_kind=before.memory_kind))
+
+        return jax.tree.map(here, self._shapes[key])
 
     def snapshot_due(self, cfg: Config, step: int) -> bool:
         return step % self._every == 0

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from maxtext.elastic.membership import Beat, Control, Generation, Journal
 
 if TYPE_CHECKING:
-    from maxtext.elastic.attempt import Attempt, Requests
+    from maxtext.elastic.attempt import Attempt, Requests, Shapes
 
 POLL_SECONDS, BEAT_SECONDS = 0.01, 0.1
 LEFT_BEHIND = 8
@@ -70,6 +70,7 @@ class Worker:
         there = self.control.generation()
         self.born = (-1 if there is None else there.number) if born is None else born
         self.attempts, self._kept = 0, list[Attempt]()
+        self._shapes: Shapes = {}
         self._phase, self._since, self._next_beat = "start", time.monotonic(), 0.0
         self._alone_since: float | None = None
         signal.signal(signal.SIGTERM, self._on_stop)
@@ -168,7 +169,7 @@ class Worker:
         attendance = ElasticAttendance(
             self.requests, self._snapshots(generation), spec.root, spec.run, cfg.checkpoint.snapshot_every,
             lambda topic, words: _exchange(generation, rank, topic, words), self._told, self.attempts == 0,
-            lambda event, **details: self.journal.write(event, generation=generation.number, **details))
+            lambda event, **details: self.journal.write(event, generation=generation.number, **details), self._shapes)
         self.attempts += 1
         self.generation = generation
         self.attempt = Attempt(lambda: self._train(cfg, generation, rank, attendance), attendance)

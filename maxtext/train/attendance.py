@@ -12,11 +12,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from maxtext.checkpoint.lease import Lease
 from maxtext.checkpoint.manager import Checkpoints, Restored
 from maxtext.config.schema import Config
 from maxtext.train.lock import run_lock
+from maxtext.train.state import TrainState, abstract_state
 from maxtext.train.stop import Stopper
 
 PyTree = Any
@@ -64,6 +66,10 @@ class Attendance:
 
     def opened(self, checkpoints: Checkpoints) -> None:
         """The checkpoints that this attempt may commit to."""
+
+    def abstract(self, cfg: Config, mesh: Mesh) -> TrainState:
+        """Shapes, dtypes and shardings of the state on `mesh`."""
+        return abstract_state(cfg, mesh)
 
     def snapshot_due(self, cfg: Config, step: int) -> bool:
         """Whether the state after `step` is to be kept in memory too."""

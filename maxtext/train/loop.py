@@ -49,7 +49,7 @@ from maxtext.train.ledger import Ledger
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
-from maxtext.train.state import TrainState, abstract_state, init_state
+from maxtext.train.state import TrainState, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
 from maxtext.train.stop import MEMBERS, Votes
 from maxtext.train.summary import kernels_in_use, start_summary
@@ -179,7 +179,7 @@ class Run:
         self.guard = Guard(cfg.guard, checkpoints, self.batches)
         self.step, self.record = 0, Record()
         with phases("restore"):
-            abstract = abstract_state(cfg, mesh)
+            abstract = attendance.abstract(cfg, mesh)
             restored = attendance.restore(abstract, newest)
             if restored is not None and journal.lacking(restored.extra["data"], restored.step):
                 restored = None  # of the branch that was left

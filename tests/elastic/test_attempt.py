@@ -4,15 +4,19 @@ import signal
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
 
 from maxtext.checkpoint.manager import CheckpointError, Checkpoints
 from maxtext.checkpoint.tiers import Snapshots
 from maxtext.elastic.attempt import Attempt, ElasticAttendance, Requests
 from maxtext.train.attendance import MembersChanged
+from maxtext.train.state import abstract_state
 from maxtext.train.stop import MEMBERS
 from tests.checkpoint.states import config, make_mesh, make_state
+from tests.tiny import mesh_of, tiny_config
 
 
 class Never:
@@ -30,7 +34,7 @@ def attendance(tmp_path):
     events = []
     snapshots = Snapshots(str(tmp_path), 0, "run", 0, None, events.append)
     made = ElasticAttendance(Requests(), snapshots, str(tmp_path), "run", 4, lambda topic, words: [words],
-                             events.append, True, lambda event, **details: events.append((event, details)))
+                             events.append, True, lambda event, **details: events.append((event, details)), {})
     made.events = events
     return made
 
@@ -135,3 +139,17 @@ def test_phases_nest_and_updates_are_timed(attendance):
     time.sleep(0.05)
     attendance.progress(6)
     assert 0.05 <= attendance.longest < 1.0
+
+
+def test_a_second_group_of_the_same_size_traces_nothing(attendance, monkeypatch):
+    cfg, first = tiny_config(), mesh_of((2, 2, 1))
+    expected = attendance.abstract(cfg, first)
+    second = Mesh(first.devices[::-1], first.axis_names, axis_types=first.axis_types)
+    monkeypatch.setattr("maxtext.train.attendance.abstract_state", lambda *_: pytest.fail("traced again"))
+    again = attendance.abstract(cfg, second)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding.spec), again) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding.spec), expected)
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(again)} == {second}
+    monkeypatch.undo()
+    other = attendance.abstract(cfg, mesh_of((1, 2, 1)))
+    assert other == abstract_state(cfg, mesh_of((1, 2, 1))), "another size is another state"

@@ -117,6 +117,21 @@ def test_deaths_at_one_moment_are_one_generation_and_all_grow_back(watch):
     assert growth["gentle"]
 
 
+def test_deaths_in_short_order_are_gathered(watch, monkeypatch):
+    monkeypatch.setattr(module, "GATHER_SECONDS", 0.5)
+    one = watch()
+    one.wait(lambda: bool(one.groups()))
+    for worker in (0, 2):
+        one.tell(worker, "crash_early")  # so that there is no replacement before long
+    processes = dict(one.supervisor.processes)
+    processes[0].popen.kill()
+    one.wait(lambda: len(one.events("death")) == 1)
+    processes[2].popen.kill()
+    one.wait(lambda: len(one.groups()) >= 2)
+    assert one.groups()[1] == [1]
+    assert len(one.events("proposed")) == 2, "no proposal with a worker that died right after"
+
+
 def test_a_silent_worker_is_killed_and_replaced(watch):
     one = watch()
     one.wait(lambda: bool(one.groups()))
@@ -178,15 +193,15 @@ def test_a_mistake_or_a_failure_of_training_ends_the_run(watch, capsys, code):
     assert not one.root.exists(), "nothing is left in memory"
 
 
-def test_the_end_waits_for_rank_0(watch):
+def test_the_end_waits_for_rank_0_and_then_for_the_others(watch):
     one = watch()
     one.wait(lambda: bool(one.groups()))
-    one.tell(1, "exit 0")
-    one.wait(lambda: 1 not in one.supervisor.processes)
-    time.sleep(0.2)
-    assert one.code is None
+    for worker in (1, 0):
+        one.tell(worker, "exit 0")
+        one.wait(lambda worker=worker: worker not in one.supervisor.processes)
+        time.sleep(0.3)
+        assert one.code is None
     one.tell(2, "exit 0")
-    one.tell(0, "exit 0")
     assert one.end() == 0
 
 
