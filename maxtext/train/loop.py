@@ -177,7 +177,7 @@ class Run:
         self.attendance, self.lease, self.phases, self.ledger = attendance, lease, phases, ledger
         self.batches = make_batches(cfg, data, sharding(mesh, "batch", None), journal)
         self.guard = Guard(cfg.guard, checkpoints, self.batches)
-        self.step, self.record = 0, Record()
+        self.step, self.record, self.saved = 0, Record(), newest
         with phases("restore"):
             abstract = attendance.abstract(cfg, mesh)
             restored = attendance.restore(abstract, newest)
@@ -222,6 +222,8 @@ class Run:
     def loop(self, votes: Votes) -> Outcome:
         cfg, self.votes = self.cfg, votes
         self._write_what_is_missing()
+        if self.step > self.saved and self.step and self._due(cfg.checkpoint.every):
+            self._save(wait=False)  # what memory restored, and a fault kept from the disk
         step_fn = self._compile() if self.step < cfg.train.steps else None
         unread: tuple[int, StepMetrics, float] | None = None
         stopped_by = votes.reason()

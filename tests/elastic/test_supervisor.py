@@ -216,6 +216,9 @@ def test_when_rank_0_dies_at_the_end_all_go_once_more(watch):
     one.signal(signal.SIGKILL, 0)
     one.wait(lambda: len(one.groups()) >= 2)
     assert one.groups()[-1] == [0, 1, 2]
+    one.signal(signal.SIGKILL, 1)
+    one.wait(lambda: one.groups()[-1] == [0, 2])
+    one.wait(lambda: len(one.groups()[-1]) == 3)
 
 
 def test_too_many_changes_end_the_run_as_a_temporary_failure(watch, capsys):
