@@ -1,55 +1,47 @@
-"""Readers of text: a folder, a text file, JSON lines, and the corpus that every Python installation carries.
-
-Each reader is a generator, so that a corpus larger than memory is read twice rather than held.
-"""
+"""Where text comes from: the corpus that every Python installation carries, and the sources that a person names."""
 
 from __future__ import annotations
 
-import dataclasses
-import gzip
-import hashlib
-import io
-import json
+import glob
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from maxtext.config.reason import reason
 from maxtext.data import DataError
+from maxtext.data.text_datasets import dataset_units, is_hf, is_tfds, read_hf, read_tfds
+from maxtext.data.text_files import (
+    JSON_SUFFIXES,
+    TEXT_SUFFIXES,
+    jsonl_units,
+    read_blocks,
+    read_jsonl,
+    read_text,
+    read_utf8,
+)
+from maxtext.data.text_records import (
+    array_record_units,
+    megatron_units,
+    parquet_units,
+    read_array_record,
+    read_megatron,
+    read_parquet,
+    read_tfrecord,
+)
+from maxtext.data.text_source import Bad, Document, Reader, Source, Unit, name_hash
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
 # Tests and fixtures are not typical code. `encodings` is near-identical tables: on both sides of a split they would
 # make held-out loss look better than it is. `pydoc_data` holds the topics, which are the other domain.
 STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings",
                              "pydoc_data", "__pycache__", "__phello__"})
 STDLIB_FILE_BYTES = 200_000
 STDLIB_TOTAL_BYTES = 10_000_000
-# A text file is cut at blank lines into documents of at least this many characters, so that it can be split by name.
-BLOCK_CHARACTERS = 2_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """One document; `name` is unique in its domain and decides on which side of the split it falls."""
-
-    name: str
-    text: str
-    domain: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A named domain and a function that reads its documents from the start, in the same order every time."""
-
-    name: str
-    read: Callable[[], Iterator[Document]]
-
 
 def python_corpus() -> list[Source]:
     """The built-in corpus `python`: `code` (standard-library sources) and `prose` (the topics of `help()`)."""
-    return [Source("code", read_stdlib), Source("prose", read_topics)]
+    return [Source(name, (Unit(kind, kind, name, STDLIB_TOTAL_BYTES),))
+            for name, kind in (("code", "stdlib"), ("prose", "topics"))]
 
 
 def read_stdlib() -> Iterator[Document]:
@@ -97,108 +89,103 @@ def read_topics() -> Iterator[Document]:
         yield Document(name, topics[name], "prose")
 
 
-def open_source(name: str, path: str | Path) -> Source:
-    """A domain from a folder of .txt, .md and .py files, a single one of them, or .jsonl (.gz) with a `text` key.
+def open_source(name: str, path: str | Path, key: str = "text") -> Source:
+    """A domain from a file, a glob or a folder, by the names of the files (`FORMATS`); PATH#SPLIT names a split.
+
+    Args:
+      key: of the text in JSON, Parquet and other records.
 
     Raises:
-      DataError: the path is missing or of another kind.
+      DataError: nothing is there, or it is of another kind.
     """
-    path = Path(path)
+    text, _, split = str(path).partition("#")
+    path = Path(text)
+    where = f"--source {name}={path}"
     if path.is_dir():
-        return Source(name, lambda: _read_folder(name, path))
-    if not path.is_file():
-        raise DataError(f"--source {name}={path}: no such file or folder")
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return Source(name, lambda: _read_jsonl(name, path))
-    if path.suffix in TEXT_SUFFIXES:
-        return Source(name, lambda: _read_blocks(name, path))
-    raise DataError(f"--source {name}={path}: expected a folder, {', '.join(TEXT_SUFFIXES)}, .jsonl or .jsonl.gz")
+        if is_tfds(path) or is_hf(path):
+            return Source(name, tuple(dataset_units(path, path.name, key, split)))
+        files = list(_walk(path))
+        if not files:
+            raise DataError(f"{where}: no {', '.join(KNOWN)} file in this folder")
+        return Source(name, tuple(unit for file in files
+                                  for unit in _units(file, file.relative_to(path).as_posix(), key, "text")))
+    if split:
+        raise DataError(f"{where}#{split}: only a data set in a folder has splits")
+    matches = [path] if path.is_file() else sorted(map(Path, glob.glob(text, recursive=True)))
+    if not matches and path.with_suffix(".idx").is_file():
+        matches = [path.with_suffix(".bin")]  # Megatron's own way to name the pair
+    if not matches:
+        raise DataError(f"{where}: no such file or folder")
+    units = []
+    for file in matches:
+        if format_of(file) is None:
+            raise DataError(f"--source {name}={file}: expected a folder, {', '.join(KNOWN)}")
+        shared = os.path.commonpath([match.parent for match in matches])
+        units += _units(file, file.relative_to(shared).as_posix(), key, "blocks")
+    return Source(name, tuple(units))
 
 
-def name_hash(name: str) -> int:
-    """The first 64 bits of the sha256 of a name: orders and splits that do not depend on the machine."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:8], "big")
+def read_units(units: Iterable[Unit], domain: str) -> Iterator[Document | Bad]:
+    """The documents of units, in the same order every time, and the records that are none."""
+    for unit in units:
+        yield from READERS[unit.kind](unit, domain)
 
 
-def read_utf8(path: Path) -> str:
-    """The text of a file exactly as it is: no newline is translated.
+def read_source(source: Source) -> Iterator[Document]:
+    """The documents of a source.
 
     Raises:
-      DataError: file, line and byte that is not UTF-8.
+      DataError: the first record that is not a document.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot read ({error.strerror})") from error
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        message = f"{path}:{line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8"
-        raise DataError(message) from error
+    for document in read_units(source.units, source.name):
+        if isinstance(document, Bad):
+            raise DataError(f"{document.where}: {document.why}")
+        yield document
 
 
-def _read_folder(domain: str, root: Path) -> Iterator[Document]:
-    found = False
+def format_of(path: Path) -> str | None:
+    """The format that the name of a file says: a key of FORMATS, or None."""
+    return next((kind for kind, (pattern, _) in FORMATS.items() if re.search(pattern, path.name)), None)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """The files of a known format below a folder, sorted by name; without those that begin with a dot, and a .bin that
+    has no .idx."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for file in sorted(files):
-            path = Path(folder, file)
-            if path.suffix in TEXT_SUFFIXES and not file.startswith("."):
-                found = True
-                yield Document(path.relative_to(root).as_posix(), read_utf8(path), domain)
-    if not found:
-        raise DataError(f"--source {domain}={root}: no {', '.join(TEXT_SUFFIXES)} file in this folder")
+            path, kind = Path(folder, file), format_of(Path(file))
+            if kind and not file.startswith(".") and (kind != "megatron" or path.with_suffix(".idx").is_file()):
+                yield path
 
 
-def _read_blocks(domain: str, path: Path) -> Iterator[Document]:
-    block: list[str] = []
-    start, size = 1, 0
-    for number, line in enumerate(io.StringIO(read_utf8(path), newline="\n"), 1):
-        if not block:
-            start = number
-        block.append(line)
-        size += len(line)
-        if size >= BLOCK_CHARACTERS and not line.strip():
-            yield Document(f"{path.name}:{start}", "".join(block), domain)
-            block, size = [], 0
-    if block:
-        yield Document(f"{path.name}:{start}", "".join(block), domain)
+def _units(path: Path, name: str, key: str, text_kind: str) -> Iterator[Unit]:
+    kind = format_of(path)
+    assert kind is not None
+    make = FORMATS[kind][1]
+    if make is not None:
+        yield from make(path, name, key)
+    else:
+        yield Unit(text_kind if kind == "text" else kind, str(path), name, path.stat().st_size, key=key)
 
 
-def _read_jsonl(domain: str, path: Path) -> Iterator[Document]:
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    seen: set[int] = set()
-    try:
-        with opener(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    name, text = _parse_json_line(line, f"{path}:{number}")
-                    name = f"{path.name}:{number}" if name is None else name
-                    if name_hash(name) in seen:
-                        raise DataError(f"{path}:{number}: id {name!r} was used before; ids decide the split")
-                    seen.add(name_hash(name))
-                    yield Document(name, text, domain)
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot read ({reason(error)})") from error
+def _ending(*suffixes: str) -> str:
+    return f"({'|'.join(map(re.escape, suffixes))})$"
 
 
-def _parse_json_line(line: bytes, where: str) -> tuple[str | None, str]:
-    """The id (None without one) and the text of one line of JSON."""
-    try:
-        entry = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte 0x{line[error.start]:02x} in column {error.start + 1} is not UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} in column {error.colno}") from error
-    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-        raise DataError(f'{where}: expected an object with a string under "text"')
-    try:
-        entry["text"].encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: character {error.start} of the text is a lone surrogate, which is not Unicode "
-                        "text") from error
-    name = entry.get("id")
-    if name is not None and not isinstance(name, str | int):
-        raise DataError(f'{where}: "id" must be a string or a number, not {json.dumps(name)}')
-    return None if name is None else str(name), entry["text"]
+_SHARD = r"(-\d+-of-\d+)?$"
+# Format -> how the names of its files end, and what cuts a file into units (None: it is one).
+FORMATS: dict[str, tuple[str, Callable[[Path, str, str], Iterator[Unit]] | None]] = {
+    "text": (_ending(*TEXT_SUFFIXES), None),
+    "jsonl": (_ending(*JSON_SUFFIXES), jsonl_units),
+    "parquet": (_ending(".parquet"), parquet_units),
+    "array_record": (r"\.(array_record|arrayrecord)" + _SHARD, array_record_units),
+    "tfrecord": (r"\.tfrecords?" + _SHARD, None),
+    "megatron": (_ending(".bin"), megatron_units),
+}
+KNOWN = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet", ".array_record", ".tfrecord", ".bin")
+READERS: dict[str, Reader] = {
+    "text": read_text, "blocks": read_blocks, "jsonl": read_jsonl, "parquet": read_parquet,
+    "array_record": read_array_record, "tfrecord": read_tfrecord, "megatron": read_megatron, "tfds": read_tfds,
+    "hf": read_hf, "stdlib": lambda unit, domain: read_stdlib(), "topics": lambda unit, domain: read_topics(),
+}

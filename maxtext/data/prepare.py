@@ -1,7 +1,8 @@
 """`maxtext data prepare`: text to a tokenizer and token files, split into train and held-out.
 
-The texts are read twice (once to hash, split and train the tokenizer, once to write), so they may exceed memory.
-The result has no clock, path or host in it: the same texts and options give the same bytes.
+The texts are read twice (`scan.py`: to hash and split; `encode.py`: to write), in pieces, by several processes; a
+killed run goes on where it was. The result has no clock, path or host in it: the same texts and options give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -16,58 +17,71 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from maxtext.data import DataError
-from maxtext.data.corpus import Document, Source, name_hash, open_source, python_corpus
+from maxtext.data.corpus import open_source, python_corpus
+from maxtext.data.encode import Encoding, encode_all, gather, kept_documents
 from maxtext.data.manifest import DTYPES, FORMAT, NAME, VERSION, read_manifest, smallest_dtype
-from maxtext.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
-from maxtext.data.writer import TokenWriter
+from maxtext.data.piecework import cut, workshop, write_whole
+from maxtext.data.scan import Scan, scan_all, workers_for
+from maxtext.data.text_source import Source, name_hash
+from maxtext.data.tokenizer import load_tokenizer, train_sentencepiece
+from maxtext.data.tokenizer_files import tiktoken_file
 
 DEFAULT_OUT = "data/quickstart"
 DEFAULT_HELDOUT = 0.02
 # Small enough that an evaluation of the quickstart takes seconds: about 40,000 tokens of code and 16,000 of prose.
 CORPUS_HELDOUT = {"code": 0.015, "prose": 0.12}
-# Documents fall by hash(SPLIT_SALT + domain + name). This salt gives the built-in corpus, whose documents are few and
-# of very unequal length, held-out sets of those sizes in which no single document is half of the text.
-SPLIT_SALT = "split 152"
 TOKENIZER_SAMPLE_BYTES = 64 << 20
-BATCH_CHARACTERS = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to prepare. `heldout` gives a fraction for each source."""
+    """What to prepare. `heldout` gives a fraction for each source.
+
+    Attributes:
+      tokenizer: a file, `bytes` or `tiktoken:NAME`; None trains one of vocab_size ids.
+      eos, pad, bos: names of its tokens.
+      max_bad: records that are not documents and may be left out.
+      workers: processes; None: one a CPU.
+    """
 
     out: Path
     sources: tuple[Source, ...]
     heldout: dict[str, float]
     vocab_size: int = 2048
-    tokenizer: Path | None = None
+    tokenizer: str | Path | None = None
     eos: str | None = None
     pad: str | None = None
+    bos: str | None = None
+    max_bad: int = 0
+    workers: int | None = None
     force: bool = False
 
+    def tokenizer_bytes(self) -> tuple[str, bytes] | None:
+        """Name and content of the tokenizer's file in the prepared folder; None when one is to be trained."""
+        if self.tokenizer is None:
+            return None
+        if self.tokenizer == "bytes":
+            return "tokenizer.bytes", b""
+        if str(self.tokenizer).startswith("tiktoken:"):
+            return "tokenizer.tiktoken.json", tiktoken_file(str(self.tokenizer).removeprefix("tiktoken:"))
+        path = Path(self.tokenizer)
+        suffix = ".tiktoken.json" if path.name.endswith(".tiktoken.json") else path.suffix
+        return f"tokenizer{suffix}", path.read_bytes()
 
-@dataclasses.dataclass
-class Scan:
-    """What the first reading found; `kept` has one row a document that is written, in reading order."""
-
-    kept: list[tuple[str, str, str, str]] = dataclasses.field(default_factory=list)  # domain, name, split, sha256
-    text_bytes: int = 0
-    duplicates: int = 0
-    empty: int = 0
-
-    def inputs_sha256(self, options: Options) -> str:
+    def inputs_sha256(self, scan: Scan) -> str:
         """Identity of everything that decides the result; the fractions act through the split of each document."""
-        tokenizer = None if options.tokenizer is None else hashlib.sha256(options.tokenizer.read_bytes()).hexdigest()
-        identity = {"version": VERSION, "tokenizer": tokenizer, "eos": options.eos, "pad": options.pad,
-                    "vocab_size": options.vocab_size if tokenizer is None else None,
-                    "sources": [source.name for source in options.sources], "documents": self.kept}
+        file = self.tokenizer_bytes()
+        tokenizer = None if file is None else hashlib.sha256(file[1]).hexdigest()
+        identity = {"version": VERSION, "tokenizer": tokenizer, "eos": self.eos, "pad": self.pad, "bos": self.bos,
+                    "vocab_size": self.vocab_size if tokenizer is None else None,
+                    "sources": [source.name for source in self.sources], "documents": scan.sha256()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -83,145 +97,73 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     out = options.out
     present = _present(out)
     _check_replaceable(out, present, options.force)
-    scan = scan_sources(options)
-    inputs = scan.inputs_sha256(options)
-    if present is not None and not options.force:
-        if present.get("inputs_sha256") != inputs:
-            raise DataError(f"{out}: holds a data set made from other texts or options; give another --out, or --force "
-                            "to replace it")
-        missing = _incomplete(out, present)
-        if missing is None:
-            return present, False
-        raise DataError(f"{out / missing}: missing or of the wrong size; --force prepares the data set again")
-
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise DataError(f"{out}: cannot be made ({error.strerror}); give --out a place that you may write") from error
-    try:
-        building.chmod(0o755)
-        tokenizer = _make_tokenizer(options, scan, building)
-        manifest = _write(options, scan, tokenizer, building)
+    pieces = cut(options.sources)
+    workers = workers_for(pieces, options.workers)
+    with workshop(out) as folder:
+        scan = scan_all(options.sources, pieces, options.heldout, options.max_bad, workers, folder)
+        inputs = options.inputs_sha256(scan)
+        if present is not None and not options.force:
+            if present.get("inputs_sha256") != inputs:
+                raise DataError(f"{out}: holds a data set made from other texts or options; give another --out, or "
+                                "--force to replace it")
+            missing = _incomplete(out, present)
+            if missing is None:
+                return present, False
+            raise DataError(f"{out / missing}: missing or of the wrong size; --force prepares the data set again")
+        building = folder / f"whole-{inputs[:16]}"
+        building.mkdir(exist_ok=True)
+        manifest = _write(options, scan, workers, folder, building)
         manifest["inputs_sha256"] = inputs
-        _write_json(building / NAME, manifest)
+        write_whole(building / NAME, lambda file: file.write((json.dumps(manifest, indent=1) + "\n").encode()))
         _move_into_place(building, out)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return manifest, True
 
 
-def scan_sources(options: Options) -> Scan:
-    """Reads all texts once: drops empty ones and exact duplicates, and decides the split of each document.
-
-    Raises:
-      DataError: a source without training documents, or without held-out ones although its fraction is above 0.
-    """
-    scan = Scan()
-    seen: set[str] = set()
-    for source in options.sources:
-        counts = {"train": 0, "heldout": 0}
-        for document in source.read():
-            data = document.text.encode()
-            digest = hashlib.sha256(data).hexdigest()
-            if not data:
-                scan.empty += 1
-            elif digest in seen:
-                # Also across sources: the same text on both sides of the split would be learned by heart.
-                scan.duplicates += 1
-            else:
-                seen.add(digest)
-                part = split_of(document, options.heldout[source.name])
-                counts[part] += 1
-                scan.kept.append((source.name, document.name, part, digest))
-                scan.text_bytes += len(data)
-        fraction = options.heldout[source.name]
-        if counts["train"] == 0 or (counts["heldout"] == 0 and fraction > 0):
-            raise DataError(
-                f"source {source.name}: {counts['train']} training and {counts['heldout']} held-out documents with "
-                f"--heldout-fraction {source.name}={fraction:g}; give more documents, another fraction, or 0 for none")
-    return scan
+def _tokenizer_file(options: Options, scan: Scan, building: Path) -> str:
+    """Puts the tokenizer into the folder, trained when none is given; returns its name."""
+    given = options.tokenizer_bytes()
+    if given is None and (building / "tokenizer.model").exists():
+        return "tokenizer.model"
+    if given is None:
+        limit = 2**64 * min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, scan.text_bytes))
+        documents = (kept for piece, found, mask in zip(scan.pieces, scan.found, scan.kept, strict=True)
+                     for kept in kept_documents(piece, found.rows, mask))
+        texts = []
+        for document, part, _ in documents:
+            if document.tokens is not None:
+                raise DataError(f"source {document.domain}: holds ids and no text; give the --tokenizer that made them")
+            if part == "train" and name_hash(f"sample/{document.domain}/{document.name}") < limit:
+                texts.append(document.text)
+        given = "tokenizer.model", train_sentencepiece(texts, options.vocab_size)
+    name, data = given
+    write_whole(building / name, lambda file: file.write(data))
+    return name
 
 
-def split_of(document: Document, fraction: float) -> str:
-    """`heldout` or `train`, from the hash of the document's domain and name alone."""
-    return "heldout" if name_hash(f"{SPLIT_SALT}/{document.domain}/{document.name}") < fraction * 2**64 else "train"
-
-
-def _documents(options: Options, scan: Scan) -> Iterator[tuple[Document, str, str]]:
-    """The kept documents again, with split and sha256; texts that changed since the scan are refused."""
-    kept = iter(scan.kept)
-    row = next(kept, None)
-    for source in options.sources:
-        for document in source.read():
-            if row is None or (source.name, document.name) != row[:2]:
-                continue
-            digest = hashlib.sha256(document.text.encode()).hexdigest()
-            if digest != row[3]:
-                raise DataError(f"document {document.name} of {source.name} changed while it was being read")
-            yield document, row[2], digest
-            row = next(kept, None)
-    if row is not None:
-        raise DataError(f"document {row[1]} of {row[0]} vanished while it was being read")
-
-
-def _make_tokenizer(options: Options, scan: Scan, building: Path) -> Tokenizer:
-    if options.tokenizer is not None:
-        tokenizer = load_tokenizer(options.tokenizer, options.eos, options.pad)
-        shutil.copyfile(options.tokenizer, building / _tokenizer_file(tokenizer))
-        return tokenizer
-    limit = 2**64 * min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, scan.text_bytes))
-    proto = train_sentencepiece(
-        (document.text for document, part, _ in _documents(options, scan)
-         if part == "train" and name_hash(f"sample/{document.domain}/{document.name}") < limit), options.vocab_size)
-    (building / "tokenizer.model").write_bytes(proto)
-    return SentencePieceTokenizer(proto)
-
-
-def _tokenizer_file(tokenizer: Tokenizer) -> str:
-    return "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
-
-
-def _write(options: Options, scan: Scan, tokenizer: Tokenizer, building: Path) -> dict[str, Any]:
+def _write(options: Options, scan: Scan, workers: int, folder: Path, building: Path) -> dict[str, Any]:
+    """Writes all but the manifest into `building`, and returns the manifest."""
+    file = _tokenizer_file(options, scan, building)
+    tokenizer = load_tokenizer(building / file, options.eos, options.pad)
+    bos_id = None if options.bos is None else tokenizer.named_id(options.bos)
+    if options.bos is not None and (bos_id is None or bos_id == tokenizer.eos_id or tokenizer.pieces[bos_id]):
+        raise DataError(f"--bos {options.bos}: is no special token of the tokenizer beside its end of document")
     dtype = smallest_dtype(tokenizer.vocab_size)
-    writers = {(source.name, part): TokenWriter(building, part, source.name, dtype)
-               for source in options.sources for part in ("train", "heldout")}
-    with open(building / "files.jsonl", "w", encoding="utf-8") as index:
-        for batch in _batches(_documents(options, scan)):
-            encoded = tokenizer.encode_exactly([document.text for document, _, _ in batch],
-                                               [f"{document.domain}/{document.name}" for document, _, _ in batch])
-            for (document, part, digest), ids in zip(batch, encoded, strict=True):
-                tokens = np.array([*ids, tokenizer.eos_id], np.uint32)
-                writers[document.domain, part].write(tokens, len(document.text.encode()))
-                index.write(json.dumps({"name": document.name, "domain": document.domain, "split": part,
-                                        "sha256": digest, "tokens": len(tokens)}) + "\n")
-    for writer in writers.values():
-        writer.finish()
-    np.save(building / "token_bytes.npy", tokenizer.token_bytes())
-    file = _tokenizer_file(tokenizer)
+    encoding = Encoding(str(building / file), options.eos, options.pad, bos_id, dtype.name)
+    results = encode_all(scan, encoding, workers, folder)
+    entries = gather(scan.pieces, results, folder, building)
+    with open(building / "token_bytes.npy", "wb") as lengths:
+        np.save(lengths, tokenizer.token_bytes())
     return {
         "format": FORMAT, "version": VERSION,
         "tokenizer": {"kind": tokenizer.kind, "file": file,
                       "sha256": hashlib.sha256((building / file).read_bytes()).hexdigest()},
-        "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id,
+        "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id, "bos_id": bos_id,
         "dtype": next(name for name, value in DTYPES.items() if value == dtype),
-        "sources": {source.name: {"heldout_fraction": options.heldout[source.name],
-                                  "train": writers[source.name, "train"].entry(),
-                                  "heldout": writers[source.name, "heldout"].entry()} for source in options.sources},
-        "duplicates_dropped": scan.duplicates, "empty_dropped": scan.empty,
+        "sources": {source.name: {"heldout_fraction": options.heldout[source.name], **entries[source.name]}
+                    for source in options.sources},
+        "duplicates_dropped": scan.duplicates, "empty_dropped": scan.empty, "dropped": scan.dropped(),
+        "bad_shown": scan.shown,
     }
-
-
-def _batches(documents: Iterator[tuple[Document, str, str]]) -> Iterator[list[tuple[Document, str, str]]]:
-    batch, size = [], 0
-    for row in documents:
-        batch.append(row)
-        size += len(row[0].text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _present(out: Path) -> dict[str, Any] | None:
@@ -252,16 +194,11 @@ def _incomplete(out: Path, manifest: dict[str, Any]) -> str | None:
     for source in manifest["sources"].values():
         for file in source["train"]["files"] + source["heldout"]["files"]:
             path = out / file["path"]
+            if not path.with_suffix(".csv.gz").is_file():
+                return str(path.with_suffix(".csv.gz").relative_to(out))
             if not path.is_file() or path.stat().st_size != file["tokens"] * width:
                 return file["path"]
     return None
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _move_into_place(building: Path, out: Path) -> None:
@@ -288,6 +225,9 @@ def run(argv: Sequence[str]) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     if not written:
         print(f"{options.out} already holds this data set; nothing to do")
     print(summary(options.out, manifest))
@@ -308,12 +248,20 @@ def parse(argv: Sequence[str]) -> Options:
     add("--out", default=DEFAULT_OUT, metavar="DIR", help="folder to write (default: %(default)s)")
     add("--corpus", choices=("python",), help="built-in text: this Python's library sources (code) and help topics "
         "(prose); the default without --source")
-    add("--source", action="append", default=[], metavar="NAME=PATH", help="a domain: a folder of .txt, .md and .py; "
-        "one such file, cut at blank lines into documents; or .jsonl (.gz) with a \"text\" key; repeatable")
+    add("--source", action="append", default=[], metavar="NAME=PATH", help="a domain: a folder, file or glob of "
+        ".txt, .md, .py (a single one is cut at blank lines into documents), .jsonl (.gz, .zst), .parquet, "
+        "ArrayRecord, TFRecord or Megatron .bin; or the folder of a data set of TensorFlow Datasets or Hugging Face "
+        "datasets (#SPLIT); repeatable")
+    add("--text-key", default="text", metavar="KEY", help="of the text in JSON, Parquet and records (default: text)")
+    add("--max-bad", type=int, default=0, metavar="N", help="leave out up to N records that are not documents, and "
+        "count them (default: the first is an error)")
+    add("--workers", type=int, metavar="N", help="processes (default: one a CPU); the result does not depend on it")
     add("--vocab-size", type=int, default=2048, metavar="N", help="of the trained tokenizer (default: %(default)s)")
-    add("--tokenizer", metavar="FILE", help="use this SentencePiece .model or tokenizer.json instead of training one")
+    add("--tokenizer", metavar="FILE", help="use this SentencePiece .model, tokenizer.json, "
+        "`bytes` or `tiktoken:NAME` instead of training one")
     add("--eos", metavar="TOKEN", help="end-of-document token of --tokenizer, where it cannot be guessed")
     add("--pad", metavar="TOKEN", help="padding token of --tokenizer")
+    add("--bos", metavar="TOKEN", help="token of --tokenizer to begin every document with (default: none)")
     add("--heldout-fraction", action="append", default=[], metavar="NAME=F",
         help=f"share of a domain's documents to hold out (default: {DEFAULT_HELDOUT}); repeatable")
     add("--force", action="store_true", help="replace a data set that stands in DIR")
@@ -322,19 +270,25 @@ def parse(argv: Sequence[str]) -> Options:
     if args.corpus and args.source:
         raise DataError("give --corpus or --source, not both")
     paths = _pairs(args.source, "--source")
-    sources = tuple(open_source(name, path) for name, path in paths.items()) or tuple(python_corpus())
+    sources = tuple(open_source(name, path, args.text_key) for name, path in paths.items()) or tuple(python_corpus())
     names = [source.name for source in sources]
     heldout = {name: DEFAULT_HELDOUT if paths else CORPUS_HELDOUT[name] for name in names}
     for name, text in _pairs(args.heldout_fraction, "--heldout-fraction").items():
         if name not in heldout:
             raise DataError(f"--heldout-fraction {name}={text}: there is no source {name}, only {', '.join(names)}")
         heldout[name] = _fraction(name, text)
-    if args.tokenizer is None and (args.eos or args.pad):
-        raise DataError("--eos and --pad name tokens of a --tokenizer; a trained one has its own")
-    if args.tokenizer is not None and not Path(args.tokenizer).is_file():
+    for name in ("max_bad", "workers"):
+        value = getattr(args, name)
+        if value is not None and value < (name == "workers"):
+            raise DataError(f"--{name.replace('_', '-')} {value}: give {int(name == 'workers')} or more")
+    if args.tokenizer is None and (args.eos or args.pad or args.bos):
+        raise DataError("--eos, --pad and --bos name tokens of a --tokenizer; a trained one has its own")
+    named = args.tokenizer is None or args.tokenizer == "bytes" or args.tokenizer.startswith("tiktoken:")
+    if not named and not Path(args.tokenizer).is_file():
         raise DataError(f"--tokenizer {args.tokenizer}: no such file")
-    return Options(Path(os.path.abspath(args.out)) if args.out in ("", ".", "..") else Path(args.out), sources, heldout,
-                   args.vocab_size, Path(args.tokenizer) if args.tokenizer else None, args.eos, args.pad, args.force)
+    out = Path(os.path.abspath(args.out)) if args.out in ("", ".", "..") else Path(args.out)
+    return Options(out, sources, heldout, args.vocab_size, args.tokenizer, args.eos, args.pad, args.bos, args.max_bad,
+                   args.workers, args.force)
 
 
 def _pairs(items: Sequence[str], option: str) -> dict[str, str]:
@@ -361,16 +315,16 @@ def _fraction(name: str, text: str) -> float:
 
 def summary(out: Path, manifest: dict[str, Any]) -> str:
     """The table that a person sees at the end."""
-    rows = [("source", "split", "documents", "tokens", "bytes/token")]
+    rows = [("source", "split", "documents", "tokens", "bytes", "bytes/token")]
     for name, source in manifest["sources"].items():
         for part in ("train", "heldout"):
             entry = source[part]
             ratio = f"{entry['bytes'] / entry['tokens']:.2f}" if entry["tokens"] else "-"
-            rows.append((name, part, f"{entry['documents']:,}", f"{entry['tokens']:,}", ratio))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+            rows.append((name, part, f"{entry['documents']:,}", f"{entry['tokens']:,}", f"{entry['bytes']:,}", ratio))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) if i < 2 else cell.rjust(width)
                        for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    dropped = [f"{count:,} {why}" for why, count in manifest["dropped"].items() if count]
     lines.append(f"{out}: {manifest['tokenizer']['kind']} vocabulary {manifest['vocab_size']:,}, eos "
-                 f"{manifest['eos_id']}, {manifest['dtype']} tokens; {manifest['duplicates_dropped']} duplicate and "
-                 f"{manifest['empty_dropped']} empty documents left out")
-    return "\n".join(lines)
+                 f"{manifest['eos_id']}, {manifest['dtype']} tokens; left out: {', '.join(dropped) or 'none'}")
+    return "\n".join([*lines, *(f"left out: {text}" for text in manifest["bad_shown"])])

@@ -110,7 +110,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     kind = "sentencepiece"
 
-    def __init__(self, proto: bytes, where: str = "the model", eos: str | None = None, pad: str | None = None):
+    def __init__(self, proto: bytes, where: str = "the model", eos: str | None = None, pad: str | None = None,
+                 threads: int = 0):
         import sentencepiece
 
         try:
@@ -128,7 +129,7 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(pieces, eos_id, eos_id if pad_id < 0 else pad_id)
         byte_ids = {model.id_to_piece(i): i for i in range(size) if model.is_byte(i)}
         self._mark_ids = [byte_ids.get(f"<0x{byte:02X}>", model.unk_id()) for byte in SPACE_MARK.encode()]
-        self._threads = min(8, cpu_count())
+        self._threads = threads or cpu_count()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         parts = [text.split(SPACE_MARK) for text in texts]
@@ -190,25 +191,32 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(name)
 
 
-def load_tokenizer(path: str | Path, eos: str | None = None, pad: str | None = None) -> Tokenizer:
-    """Reads a SentencePiece model (`*.model`) or a Hugging Face `tokenizer.json` (`*.json`).
+def load_tokenizer(path: str | Path, eos: str | None = None, pad: str | None = None, threads: int = 0) -> Tokenizer:
+    """Reads a tokenizer: SentencePiece (`*.model`), Hugging Face (`*.json`), tiktoken (`*.tiktoken.json`) or `*.bytes`.
 
     Args:
       path: the file.
       eos, pad: pieces to use as end of document and padding where the file does not say or says otherwise.
+      threads: to encode a batch with; 0: one a CPU. (That of Hugging Face reads RAYON_NUM_THREADS.)
 
     Raises:
       DataError: the file is missing, of another kind, or has no end-of-document id.
     """
+    from maxtext.data.tokenizer_files import ByteTokenizer, TiktokenTokenizer  # they are Tokenizers too
+
     path = Path(path)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot read the tokenizer ({error.strerror})") from error
+    if path.name.endswith(".tiktoken.json"):
+        return TiktokenTokenizer(data, str(path), eos, pad, threads)
     if path.suffix == ".json":
         return JsonTokenizer(data.decode("utf-8", errors="replace"), str(path), eos, pad)
     if path.suffix == ".model":
-        return SentencePieceTokenizer(data, str(path), eos, pad)
+        return SentencePieceTokenizer(data, str(path), eos, pad, threads)
+    if path.suffix == ".bytes":
+        return ByteTokenizer(str(path), eos, pad)
     raise DataError(f"{path}: a tokenizer is a SentencePiece *.model or a Hugging Face tokenizer.json, "
                     f"not {path.suffix or 'a file without suffix'}")
 

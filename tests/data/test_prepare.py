@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from maxtext.data import DataError
-from maxtext.data.corpus import Document, Source, open_source
+from maxtext.data.corpus import open_source, read_source
 from maxtext.data.manifest import load_prepared
-from maxtext.data.prepare import Options, prepare, run, split_of
+from maxtext.data.prepare import Options, prepare, run
+from maxtext.data.scan import split_of
+from maxtext.data.text_source import Document, Source
 from maxtext.data.tokenizer import load_tokenizer, train_sentencepiece
 from maxtext.data.tokens import read_documents
 
@@ -23,8 +25,11 @@ def tree(folder: Path) -> dict[str, str]:
             for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def source(name: str, texts: dict[str, str]) -> Source:
-    return Source(name, lambda: iter([Document(key, text, name) for key, text in texts.items()]))
+def source(folder: Path, name: str, texts: dict[str, str]) -> Source:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"id": key, "text": text}) + "\n" for key, text in texts.items()))
+    return open_source(name, path)
 
 
 def texts(count: int, word: str = "words") -> dict[str, str]:
@@ -148,7 +153,9 @@ def test_failure_leaves_nothing_behind(tmp_path, text_options, prepared):
 def test_same_text_under_two_names_is_kept_once(tmp_path):
     first = texts(40)
     twins = first | {f"twin of {name}": text for name, text in first.items()} | {"empty": ""}
-    options = Options(tmp_path / "d", (source("a", twins), source("b", texts(40, "other") | {"c": first["doc3"]})),
+    sources = (source(tmp_path / "text", "a", twins),
+               source(tmp_path / "text", "b", texts(40, "other") | {"c": first["doc3"]}))
+    options = Options(tmp_path / "d", sources,
                       {"a": 0.3, "b": 0.3}, 320)
     straddling = [name for name in first if split_of(Document(name, "", "a"), 0.3)
                   != split_of(Document(f"twin of {name}", "", "a"), 0.3)]
@@ -169,10 +176,10 @@ def test_split_depends_on_the_name_alone():
 
 def test_every_domain_needs_both_sides(tmp_path):
     with pytest.raises(DataError, match=r"source a: 3 training and 0 held-out documents with .* a=0.001"):
-        prepare(Options(tmp_path / "d", (source("a", texts(3)),), {"a": 0.001}, 320))
+        prepare(Options(tmp_path / "d", (source(tmp_path / "text", "a", texts(3)),), {"a": 0.001}, 320))
     with pytest.raises(DataError, match=r"source a: 0 training"):
-        prepare(Options(tmp_path / "d", (source("a", {}),), {"a": 0.5}, 320))
-    manifest, _ = prepare(Options(tmp_path / "d", (source("a", texts(3)),), {"a": 0.0}, 320))
+        prepare(Options(tmp_path / "d", (source(tmp_path / "text", "a", {}),), {"a": 0.5}, 320))
+    manifest, _ = prepare(Options(tmp_path / "d", (source(tmp_path / "text", "a", texts(3)),), {"a": 0.0}, 320))
     assert manifest["sources"]["a"]["heldout"]["documents"] == 0
     assert load_prepared(tmp_path / "d").heldout == {}
 
@@ -216,19 +223,24 @@ def test_byte_vocabulary_would_be_uint8_and_large_ones_wider():
         "uint8", "uint8", "uint16", "uint16", "uint32", "uint32"]
 
 
-def test_text_that_changes_between_the_two_readings_is_refused(tmp_path):
-    readings = []
+@pytest.mark.parametrize("change", [{"doc5": "changed"}, None])
+def test_text_that_changes_between_the_two_readings_is_refused(tmp_path, monkeypatch, change):
+    options = Options(tmp_path / "d", (source(tmp_path / "text", "a", texts(20)),), {"a": 0.3}, tokenizer="bytes")
 
-    def read():
-        readings.append(1)
-        changed = {"doc5": "changed"} if len(readings) > 1 else {}
-        return iter([Document(key, text, "a") for key, text in (texts(20) | changed).items()])
+    def changed(*arguments):
+        source(tmp_path / "text", "a", texts(20) | change if change else texts(19))
+        return module_write(*arguments)
 
-    with pytest.raises(DataError, match="doc5 of a changed"):
-        prepare(Options(tmp_path / "d", (Source("a", read),), {"a": 0.3}, 320))
+    from maxtext.data import prepare as module
+
+    module_write = module._write
+    monkeypatch.setattr(module, "_write", changed)
+    with pytest.raises(DataError, match=r"while .* was being read"):
+        prepare(options)
+    assert not (tmp_path / "d").exists()
 
 
 def test_committed_excerpt_is_small():
     assert sum(path.stat().st_size for path in TEXT.rglob("*")) < 1_000_000
     assert (TEXT / "LICENSE-PSF.txt").is_file()
-    assert len(list(open_source("prose", TEXT / "prose").read())) > 20
+    assert len(list(read_source(open_source("prose", TEXT / "prose")))) > 20
