@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxtext.config.reason import reason
 from maxtext.data import DataError
 from maxtext.data.text_source import Bad, Document, Unit, optional, ranges, record_document
 
@@ -59,8 +60,8 @@ def _tfds(folder: str, split: str) -> tuple[Any, Sequence[str]]:
         if (split or DEFAULT_SPLIT) in known:
             return builder.as_data_source(split or DEFAULT_SPLIT), list(builder.info.features)
     except (OSError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise DataError(f"{folder}: TensorFlow Datasets cannot open it for random access ({error}); prepare it with "
-                        "file_format array_record") from error
+        raise DataError(f"{folder}: TensorFlow Datasets cannot open it for random access ({reason(error)}); prepare "
+                        "it with file_format array_record") from error
     raise _no_split(folder, split, known)
 
 
@@ -70,7 +71,7 @@ def _hf(folder: str, split: str) -> tuple[Any, Sequence[str]]:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             found = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: Hugging Face datasets cannot open it ({error})") from error
+        raise DataError(f"{folder}: Hugging Face datasets cannot open it ({reason(error)})") from error
     if isinstance(found, datasets.DatasetDict):
         if (split or DEFAULT_SPLIT) not in found:
             raise _no_split(folder, split, list(found))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.config.reason import reason
 from maxtext.data import DataError
 from maxtext.data.text_source import Bad, Document, Unit, optional, ranges, record_document
 
@@ -31,7 +32,7 @@ def parquet_units(path: Path, name: str, key: str) -> Iterator[Unit]:
         with parquet.ParquetFile(path) as file:
             columns, groups = file.schema_arrow.names, file.metadata
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a Parquet file ({error})") from error
+        raise DataError(f"{path}: not a Parquet file ({reason(error)})") from error
     if key not in columns:
         raise DataError(f"{path}: has no column {key!r} but {', '.join(columns)}; name the text with --text-key")
     first = 1
@@ -53,7 +54,7 @@ def read_parquet(unit: Unit, domain: str) -> Iterator[Document | Bad]:
                     yield record_document(row, unit, number, domain)
                     number += 1
     except (OSError, ValueError) as error:
-        raise DataError(f"{unit.path}: cannot read after row {number - 1} ({error})") from error
+        raise DataError(f"{unit.path}: cannot read after row {number - 1} ({reason(error)})") from error
 
 
 def array_record_units(path: Path, name: str, key: str) -> Iterator[Unit]:
@@ -74,7 +75,7 @@ def read_array_record(unit: Unit, domain: str) -> Iterator[Document | Bad]:
             for place, record in zip(places, reader.read(list(places)), strict=True):
                 yield _parsed(record, unit, place + 1, domain)
     except (RuntimeError, IndexError) as error:
-        raise DataError(f"{unit.path}: cannot read ({error})") from error
+        raise DataError(f"{unit.path}: cannot read ({reason(error)})") from error
     finally:
         reader.close()
 
@@ -84,7 +85,7 @@ def _array_record(path: str) -> Any:
     try:
         return module.ArrayRecordReader(path)
     except (RuntimeError, ValueError) as error:
-        raise DataError(f"{path}: not an ArrayRecord file ({error})") from error
+        raise DataError(f"{path}: not an ArrayRecord file ({reason(error)})") from error
 
 
 def read_tfrecord(unit: Unit, domain: str) -> Iterator[Document | Bad]:
