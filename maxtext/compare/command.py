@@ -17,7 +17,7 @@ import numpy as np
 from maxtext.config.reason import placed
 
 PROJECT = Path(__file__).resolve().parents[2]
-GROUPS = ("layer", "logits", "gradient", "update")
+GROUPS = ("layer", "logits", "gradient", "update", "weight")
 
 
 class CompareError(ValueError):

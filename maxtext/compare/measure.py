@@ -26,7 +26,7 @@ SEED, DOCUMENT = 0, 64  # of the batches; mean length of a document, in tokens
 
 def measure(cfg: Config, steps: int) -> dict[str, np.ndarray]:
     """Named arrays: hidden states of each layer, logits and gradients before any update; loss and gradient norm of each
-    update."""
+    update; weights after the last."""
     import jax
 
     from maxtext.model.decoder import init_decoder
@@ -48,6 +48,7 @@ def measure(cfg: Config, steps: int) -> dict[str, np.ndarray]:
             state, metrics = step(state, batch)
             found[f"update {i + 1} loss"] = _host(metrics["cross_entropy"])
             found[f"update {i + 1} grad norm"] = _host(metrics["grad_norm"])
+        found |= {f"weight {name}": array for name, array in _named(state.params)}
     return found
 
 

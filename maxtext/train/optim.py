@@ -127,13 +127,14 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
         assert len(decays) == len(leaves), "decay_mask must be a tree of bool like the weights"
         columns = (treedef.flatten_up_to(x) for x in (grads, state.mu, state.nu))
         rows = [_Leaf(*row) for row in zip(range(len(leaves)), decays, leaves, *columns, strict=True)]
-        orthogonal = [(_fetched(row, []), how) for row, how in zip(rows, by_muon(leaves), strict=True) if how]
+        orthogonal = [(_fetched(row, [grad_norm]), how) for row, how in zip(rows, by_muon(leaves), strict=True) if how]
         results = _muon(common, orthogonal) if orthogonal else {}
-        done: list[jax.Array] = []
+        done = [grad_norm]  # nothing sets out before all gradients are there
         for row in rows:
             if row.index not in results:
-                results[row.index] = _adamw(common, _fetched(row, done[-1:]))
-                done.append(results[row.index][0])
+                change, m, v = _adamw(common, _fetched(row, done[-1:]))
+                results[row.index] = change, back(m, row.m), back(v, row.v)
+                done.append(results[row.index][1])
         changes, mu, nu = (treedef.unflatten(column) for column in
                            zip(*(results[row.index] for row in rows), strict=True))
         taken = take.astype(jnp.int32)
