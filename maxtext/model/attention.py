@@ -21,10 +21,10 @@ from maxtext.kernels import attention as blocked
 from maxtext.kernels import cudnn, splash
 from maxtext.kernels.choice import Problem, choose_attention
 from maxtext.kernels.context_attention import context_attention
-from maxtext.model.layers import Rope, apply_rope, linear, norm_param, rms_norm
+from maxtext.model.layers import Rope, apply_rope, gathered_linear, norm_param, rms_norm
 from maxtext.parallel.collectives import platform
 from maxtext.parallel.positions import CONTEXT, positions_dim, unshare
-from maxtext.parallel.sharding import Param, gather, per_device, spec
+from maxtext.parallel.sharding import Param, per_device, spec
 
 QUERIES, KEYS, SINKS = ("batch", None, "heads", None, None), ("batch", None, "heads", None), ("heads", None)
 
@@ -73,8 +73,8 @@ def attention(p: Attention, x_BTD: jax.Array, segments_BT: jax.Array | None, rop
 def project(p: Attention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig, how: Execution = DEFAULT_EXECUTION
             ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries (B, T, K, G, H), keys and values (B, T, K, H), normed and rotated."""
-    qkv = gather(p.qkv, "embed", "heads", None, None)
-    qkv_BTKJH = checkpoint_name(linear(x_BTD, qkv, how.quant.of("dense")), "qkv")
+    dims = "embed", "heads", None, None
+    qkv_BTKJH = checkpoint_name(gathered_linear(x_BTD, p.qkv, dims, how.quant.of("dense")), "qkv")
     if p.qkv_bias is not None:
         qkv_BTKJH += p.qkv_bias
     q_BTKGH, k_BTKH, v_BTKH = qkv_BTKJH[..., :-2, :], qkv_BTKJH[..., -2, :], qkv_BTKJH[..., -1, :]
@@ -107,8 +107,8 @@ def attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT
 def project_out(p: Attention, attended_BTKGH: jax.Array, positions: str | None = None,
                 how: Execution = DEFAULT_EXECUTION) -> jax.Array:
     """What attention adds to the residual stream, (B, T, D), its T split over the mesh as `positions` says."""
-    out = gather(p.out, "heads", None, None, "embed")
-    out_BTD = linear(attended_BTKGH, out, how.quant.of("dense"), 3, spec("batch", positions, None))
+    out_BTD = gathered_linear(attended_BTKGH, p.out, ("heads", None, None, "embed"), how.quant.of("dense"), 3,
+                              spec("batch", positions, None))
     return checkpoint_name(out_BTD if p.out_bias is None else out_BTD + p.out_bias, "attention_out")
 
 

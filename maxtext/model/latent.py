@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.config.schema import DEFAULT_EXECUTION, Execution, ModelConfig, QuantConfig
 from maxtext.model.attention import attend
-from maxtext.model.layers import Rope, apply_rope, linear, norm_param, rms_norm
+from maxtext.model.layers import Rope, apply_rope, gathered_linear, norm_param, rms_norm
 from maxtext.parallel.positions import positions_dim, unshare
 from maxtext.parallel.sharding import Param, gather, spec
 
@@ -60,8 +60,8 @@ def latent_queries(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelC
                    quant: QuantConfig | None = None) -> jax.Array:
     """Queries (B, T, K, N + R), the rotary part rotated."""
     if p.q_down is not None and p.q_norm is not None:
-        x_BTD = rms_norm(linear(x_BTD, gather(p.q_down, "embed", None), quant), p.q_norm, cfg)
-    q_BTKH = checkpoint_name(linear(x_BTD, gather(p.q_up, "embed", "heads", None), quant), "qkv")
+        x_BTD = rms_norm(gathered_linear(x_BTD, p.q_down, ("embed", None), quant), p.q_norm, cfg)
+    q_BTKH = checkpoint_name(gathered_linear(x_BTD, p.q_up, ("embed", "heads", None), quant), "qkv")
     plain, rotary = jnp.split(q_BTKH, [cfg.latent.nope_dim], axis=-1)
     return jnp.concatenate([plain, apply_rope(rotary, rope, cfg.rope_pairs)], axis=-1)
 
@@ -69,7 +69,7 @@ def latent_queries(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelC
 def compress(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig,
              quant: QuantConfig | None = None) -> tuple[jax.Array, jax.Array]:
     """What a cache keeps of each token: the normed compressed vector (B, T, C) and the rotated shared key (B, T, R)."""
-    down_BTC = checkpoint_name(linear(x_BTD, gather(p.kv_down, "embed", None), quant), "qkv")
+    down_BTC = checkpoint_name(gathered_linear(x_BTD, p.kv_down, ("embed", None), quant), "qkv")
     c_BTC, r_BTR = jnp.split(down_BTC, [p.kv_norm.shape[0]], axis=-1)
     return rms_norm(c_BTC, p.kv_norm, cfg), apply_rope(r_BTR, rope, cfg.rope_pairs)
 
@@ -77,7 +77,7 @@ def compress(p: LatentAttention, x_BTD: jax.Array, rope: Rope, cfg: ModelConfig,
 def expand(p: LatentAttention, c_BTC: jax.Array, r_BTR: jax.Array, cfg: ModelConfig,
            quant: QuantConfig | None = None) -> tuple[jax.Array, jax.Array]:
     """Keys (B, T, K, N + R) and values (B, T, K, W) of all heads."""
-    up_BTKJ = linear(c_BTC, gather(p.kv_up, "embed", "heads", None), quant)
+    up_BTKJ = gathered_linear(c_BTC, p.kv_up, ("embed", "heads", None), quant)
     k_BTKN, v_BTKW = jnp.split(up_BTKJ, [cfg.latent.nope_dim], axis=-1)
     shape = (*k_BTKN.shape[:-1], r_BTR.shape[-1])
     r_BTKR = jnp.broadcast_to(r_BTR[:, :, None], shape, out_sharding=spec("batch", positions_dim(r_BTR), "heads", None))
@@ -103,5 +103,5 @@ def absorbed_values(p: LatentAttention, read_BTKC: jax.Array, cfg: ModelConfig) 
 def latent_out(p: LatentAttention, attended_BTKW: jax.Array, positions: str | None = None,
                quant: QuantConfig | None = None) -> jax.Array:
     """What attention adds to the residual stream, (B, T, D), its T split over the mesh as `positions` says."""
-    out_BTD = linear(attended_BTKW, gather(p.out, "heads", None, "embed"), quant, 2, spec("batch", positions, None))
+    out_BTD = gathered_linear(attended_BTKW, p.out, ("heads", None, "embed"), quant, 2, spec("batch", positions, None))
     return checkpoint_name(out_BTD, "attention_out")

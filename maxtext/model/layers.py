@@ -202,14 +202,21 @@ def linear(x: jax.Array, w: jax.Array, quant: QuantConfig | None = None, contrac
                                out_sharding=out_sharding)
 
 
+def gathered_linear(x: jax.Array, weight: jax.Array, dims: tuple[str | None, ...], quant: QuantConfig | None = None,
+                    contract: int = 1, out_sharding: PartitionSpec | None = None) -> jax.Array:
+    """`linear` with a weight of these logical dims, whose width is gathered."""
+    return linear(x, gather(weight, *dims, quantized=quant is not None), quant, contract, out_sharding)
+
+
 def mlp(p: Mlp, x_BTD: jax.Array, activation: Activation, quant: QuantConfig | None = None) -> jax.Array:
     positions, shape = positions_dim(x_BTD), x_BTD.shape
     if positions is None:  # tokens in one dim: XLA's CPU compiler runs these matmuls a third faster, others the same
         x_BTD = jax.lax.reshape(x_BTD, (shape[0] * shape[1], shape[2]), out_sharding=spec("batch", None))
     rows = ("batch",) if positions is None else ("batch", positions)
-    weights, down = gather(p.gate_up, "embed", None, "mlp"), gather(p.down, "mlp", "embed")
+    weights = gather(p.gate_up, "embed", None, "mlp", quantized=quant is not None)
     x = x_BTD if positions is None else unshare(x_BTD)
     gate, up = (checkpoint_name(linear(x, weights[:, i], quant), "gate_up") for i in range(2))
-    out = linear(activate(gate, up, activation), down, quant, out_sharding=spec(*rows, None))
+    out = gathered_linear(activate(gate, up, activation), p.down, ("mlp", "embed"), quant,
+                          out_sharding=spec(*rows, None))
     out_BTD = out if positions else jax.lax.reshape(out, shape, out_sharding=spec("batch", None, None))
     return checkpoint_name(out_BTD, "mlp_out")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 RULES: dict[str | None, tuple[str, ...]] = {
@@ -102,27 +103,32 @@ def sharding(mesh: Mesh, *dims: str | None) -> NamedSharding:
     return NamedSharding(mesh, spec(*dims, sizes=mesh.shape))
 
 
-def gather(weight: jax.Array, *dims: str | None, whole: tuple[str, ...] = ("embed", "expert_embed")) -> jax.Array:
+def gather(weight: jax.Array, *dims: str | None, whole: tuple[str, ...] = ("embed", "expert_embed"),
+           quantized: bool = False) -> jax.Array:
     """A weight made whole over its width, ready for a matmul (an all-gather; its transpose a reduce-scatter).
 
-    Where fsdp is cut, over one part after the other; and the type then says that gradients come as sums that each
-    device has made of its own tokens (`reduced`), so that they are scattered over one part after the other too.
+    Where only the batch and widths are split, the type says that gradients come as sums which each device has made of
+    its own tokens (`reduced`), so that they are scattered as they are summed. XLA for TPU makes all-reduces where the
+    split dim is the last, so that one is the first while it is gathered. Where fsdp is cut, both go over one part after
+    the other.
 
     Args:
       whole: the dims to gather.
+      quantized: whether the matmul is one of eight bits, whose gradients are whole sums.
     """
-    target = spec(*(None if dim in whole else dim for dim in dims))
-    if INNER not in jax.sharding.get_abstract_mesh().axis_names:
+    mesh, target = jax.sharding.get_abstract_mesh(), spec(*(None if dim in whole else dim for dim in dims))
+    sizes, batch, width = dict(mesh.shape), mesh_axes("batch"), mesh_axes("embed")
+    split = {axis for axis in mesh.axis_names if sizes[axis] > 1}
+    if quantized or not split or not split <= set(batch) - {"pipeline"}:
         return jax.sharding.reshard(weight, target)
-    batch, outer = set(mesh_axes("batch")), set[str]()
-    partly = []
-    for dim, kept in zip(dims, target, strict=True):
-        axes = mesh_axes(dim)
-        rest = axes[:axes.index(INNER)] if INNER in axes else ()
-        outer |= set(rest)
-        partly.append(rest if rest else kept)
-    weight = jax.sharding.reshard(weight, PartitionSpec(*partly, reduced=batch - outer))
-    return jax.sharding.reshard(weight, PartitionSpec(*target, reduced=batch))
+    if dims[-1] == "embed" and len(dims) > 1:
+        first = gather(jnp.moveaxis(weight, -1, 0), dims[-1], *dims[:-1], whole=whole)
+        return jnp.moveaxis(first, 0, -1)
+    if INNER in width:
+        outer = width[: width.index(INNER)]
+        partly = (outer if dim == "embed" else kept for dim, kept in zip(dims, target, strict=True))
+        weight = jax.sharding.reshard(weight, PartitionSpec(*partly, reduced=set(batch) - set(outer)))
+    return jax.sharding.reshard(weight, PartitionSpec(*target, reduced=set(batch)))
 
 
 def per_device(function: Callable[..., Any], in_dims: Any, out_dims: Any) -> Callable[..., Any]:

@@ -45,6 +45,7 @@ KINDS = {
     "ulysses": Kind((1, 2, 1), {"context": 4}, {"context_strategy": "ulysses"}),
     "pipeline": Kind((1, 2, 2), {"pipeline": 2}),
     "rounds": Kind((2, 1, 1), {"pipeline": 2, "context": 2}, {"pipeline_rounds": 2}),
+    "data 2, fsdp 4": Kind((2, 4, 1)),
     "data 2, fsdp 2, tensor 2": Kind((2, 2, 2)),
     "expert 4, fsdp 2": Kind((1, 2, 1), {"expert": 4}),
     "expert 2, tensor 2": Kind((2, 1, 2), {"expert": 2}),
