@@ -9,6 +9,7 @@ Dims: M row, K width in, N width out, E group, R row of a block.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -121,7 +122,7 @@ def _blocked(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, dtype: Any) 
         return jax.lax.dynamic_update_slice_in_dim(y_MN, y_RN, block.first, axis=0)
 
     zeros_MN = vary(jnp.zeros((total, w_EKN.shape[2]), dtype), varying_axes(x_MK))
-    return jax.lax.fori_loop(0, (-(-sizes_E // rows)).sum(), body, zeros_MN)
+    return _over_blocks(sizes_E, rows, total, body, zeros_MN)
 
 
 def _blocked_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
@@ -137,7 +138,15 @@ def _blocked_outer(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, dtype:
 
     shape = (sizes_E.shape[0], x_MK.shape[1], dy_MN.shape[1])
     zeros_EKN = vary(jnp.zeros(shape, sums), varying_axes(x_MK))
-    return jax.lax.fori_loop(0, (-(-sizes_E // rows)).sum(), body, zeros_EKN).astype(dtype)
+    return _over_blocks(sizes_E, rows, total, body, zeros_EKN).astype(dtype)
+
+
+def _over_blocks(sizes_E: jax.Array, rows: int, total: int, body: Callable[..., jax.Array], start: jax.Array
+                 ) -> jax.Array:
+    """A loop as long as the groups need. Its scope names the trips of equal groups, by which a plan counts it."""
+    groups = sizes_E.shape[0]
+    with jax.named_scope(f"loop_trips_{groups * -(-total // (groups * rows))}"):
+        return jax.lax.fori_loop(0, (-(-sizes_E // rows)).sum(), body, start)
 
 
 # jax.lax.ragged_dot: what XLA has. On some platforms that is a matmul with every group's matrix.

@@ -96,6 +96,8 @@ def _assumptions(cfg: Config, target: Target, program: Program, clock: float | N
         lines.append("kernels are not chosen by timing, and XLA estimates no cycles: everything but matmuls is free")
     if program.silent_kernels:
         lines.append(f"{program.silent_kernels:,} kernel calls declare no FLOPs and count as no time")
+    if program.named_loops:
+        lines.append(f"{program.named_loops:,} loops over blocks of rows count as if experts shared all rows evenly")
     if program.unknown_loops:
         lines.append(f"{len(program.unknown_loops)} loops of unknown length count once")
     if program.branches:

@@ -148,11 +148,12 @@ class Walk:
 
     Attributes:
       unknown_loops: names of the loops whose trip count the text does not tell.
+      named_loops: those that depend on the data and count as the scope around them says (`kernels.grouped_matmul`).
       branches: number of conditionals; all their branches are counted, so costs are an upper bound there.
     """
 
     def __init__(self, module: Module):
-        self.module, self.unknown_loops, self.branches = module, list[str](), 0
+        self.module, self.unknown_loops, self.named_loops, self.branches = module, list[str](), list[str](), 0
         self.runs = list(self._walk(module.entry, 1, False, None))
 
     def _walk(self, name: str, times: int, asynchronous: bool, outer: str | None) -> Iterator[Run]:
@@ -177,10 +178,11 @@ class Walk:
     def _trips(self, loop: Instruction, computation: Computation) -> int:
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
         trips = int(known[1]) if known else counted_trips(self.module, loop, computation)
-        if trips is None:
-            self.unknown_loops.append(loop.name)
-            return 1
-        return trips
+        if trips is not None:
+            return trips
+        named = re.search(r'op_name="[^"]*loop_trips_(\d+)/while"', loop.attributes)
+        (self.named_loops if named else self.unknown_loops).append(loop.name)
+        return int(named[1]) if named else 1
 
 
 def _offloaded(one: Instruction) -> str | None:

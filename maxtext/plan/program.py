@@ -71,6 +71,7 @@ class Program:
     versions: dict[str, str]
     flags: tuple[str, ...]  # of the compiler: in XLA_FLAGS and LIBTPU_INIT_ARGS, and those that every step is given
     date: str  # of the compilation, year-month-day
+    named_loops: int = 0  # as long as the data says, counted as if experts shared their rows evenly
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -177,7 +178,7 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
         traffic=rows, torus_dims={row.axes: torus_dims(mesh, row.axes) for row in rows},
         unknown_loops=tuple(walk.unknown_loops), branches=walk.branches, trace_seconds=trace_seconds,
         compile_seconds=compile_seconds, versions=versions(), flags=(*compiler_flags(), *options),
-        date=datetime.date.today().isoformat())
+        date=datetime.date.today().isoformat(), named_loops=len(walk.named_loops))
 
 
 def torus_dims(mesh: Mesh, axes: str) -> int:

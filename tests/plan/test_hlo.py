@@ -83,6 +83,16 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named(old: str, new: str):
     assert (flops(walk), walk.unknown_loops) == (512, ["loop"])
 
 
+def test_a_loop_that_ends_with_the_data_counts_as_its_scope_says():
+    """The last scope before the loop; what lies around it or inside is another's."""
+    unknown = loop_text(0, 6, 1).replace("%start = s32[] constant(0)", "%start = s32[] custom-call()")
+    named = 'body=%body, metadata={op_name="jit(f)/SCOPE/while"}'
+    walk = Walk(parse(unknown.replace("body=%body", named.replace("SCOPE", "loop_trips_9"))))
+    assert (flops(walk), walk.unknown_loops, walk.named_loops) == (9 * 512, [], ["loop"])
+    walk = Walk(parse(unknown.replace("body=%body", named.replace("SCOPE", "loop_trips_9/while/body"))))
+    assert (flops(walk), walk.unknown_loops, walk.named_loops) == (512, ["loop"], [])
+
+
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("HloModule m")
