@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,68 @@ def saved_bits(run_dir: Path, step: int) -> dict[str, tuple[str, bytes]]:
         raise Failed(f"{step_dir} is not whole: {error}") from None
     whole = (np.asarray(arrays.read_leaf(os.path.join(step_dir, saved.arrays), name)) for name in saved.leaves)
     return {name: (leaf.dtype.name, leaf.tobytes()) for name, leaf in zip(saved.leaves, whole, strict=True)}
+
+
+@dataclasses.dataclass
+class Trial:
+    """One trial: its random numbers, the runs that it made, and what its recoveries took."""
+
+    ground: Ground
+    name: str
+    seed: str
+    recoveries: list[float] = dataclasses.field(default_factory=list)
+    lost: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng, self.names = random.Random(self.seed), [self.name]
+
+    def must(self, ended, code: int, *words: str) -> None:
+        """Failed unless a process ended with this exit code and said so."""
+        if ended.code != code:
+            raise Failed(f"exit code {ended.code} instead of {code}: {ended.log.strip()[-400:]}")
+        for word in words:
+            if word not in ended.log:
+                raise Failed(f"nothing was said of {word!r}: {ended.log.strip()[-400:]}")
+
+    def account(self, most_lost: int | None = None) -> None:
+        """Takes over recoveries and lost updates from the ledger; Failed when more were lost than may be."""
+        self.recoveries, self.lost = self.ground.outcome(self.name)
+        if most_lost is not None and self.lost > most_lost:
+            raise Failed(f"{self.lost} updates were done again, at most {most_lost} may be")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A kind of fault; `guards` are those without which its trials fail."""
+
+    name: str
+    doc: str
+    guards: tuple[str, ...]
+    run: Callable[[Trial], None]
+
+
+def records(ground: Ground, name: str) -> list[dict[str, Any]]:
+    """The lines of the run's metrics.jsonl."""
+    from maxtext.report.run_files import read_metrics
+
+    return read_metrics(str(ground.directory(name) / "metrics.jsonl"))
+
+
+def wait_for_update(ground: Ground, name: str, update: int, seconds: float = 60.0) -> None:
+    """Waits until the metrics of an update are written."""
+    from maxtext.report.run_files import last_step
+
+    _wait(lambda: last_step(str(ground.directory(name))) >= update, f"update {update} of {name}", seconds)
+
+
+def wait_for_token(ground: Ground, name: str, token: int, seconds: float = 60.0) -> None:
+    """Waits until a lease has been claimed under this token."""
+    _wait((ground.directory(name) / ".lease" / f"{token:08d}.json").exists, f"token {token} of {name}", seconds)
+
+
+def _wait(ready: Callable[[], bool], what: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            raise Failed(f"no {what} in {seconds:g} s")
+        time.sleep(0.02)

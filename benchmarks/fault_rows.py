@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.fault_ground import EVERY, INSTANCES, STEPS, Failed, Ground, saved_bits
+from benchmarks.fault_ground import (
+    EVERY,
+    INSTANCES,
+    STEPS,
+    Failed,
+    Row,
+    Trial,
+    records,
+    saved_bits,
+    wait_for_token,
+    wait_for_update,
+)
 
 SAVE_POINTS = ("begun", "arrays written", "hashed", "manifest staged", "committed")
+LOSS_TOLERANCE = 1e-4  # of losses whose sums are in another order, 120 updates of float32 on
 PATIENCE = 1.5  # seconds after which a lease of another machine is taken over
-
-
-@dataclasses.dataclass
-class Trial:
-    """One trial: its random numbers, the runs that it made, and what its recoveries took."""
-
-    ground: Ground
-    name: str
-    seed: str
-    recoveries: list[float] = dataclasses.field(default_factory=list)
-    lost: int = 0
-
-    def __post_init__(self) -> None:
-        self.rng, self.names = random.Random(self.seed), [self.name]
-
-    def must(self, ended, code: int, *words: str) -> None:
-        """Failed unless a process ended with this exit code and said so."""
-        if ended.code != code:
-            raise Failed(f"exit code {ended.code} instead of {code}: {ended.log.strip()[-400:]}")
-        for word in words:
-            if word not in ended.log:
-                raise Failed(f"nothing was said of {word!r}: {ended.log.strip()[-400:]}")
-
-    def account(self, most_lost: int | None = None) -> None:
-        """Takes over recoveries and lost updates from the ledger; Failed when more were lost than may be."""
-        self.recoveries, self.lost = self.ground.outcome(self.name)
-        if most_lost is not None and self.lost > most_lost:
-            raise Failed(f"{self.lost} updates were done again, at most {most_lost} may be")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A kind of fault; `guards` are those without which its trials fail."""
-
-    name: str
-    doc: str
-    guards: tuple[str, ...]
-    run: Callable[[Trial], None]
 
 
 def kill(trial: Trial) -> None:
@@ -207,7 +179,7 @@ def slow_store(trial: Trial) -> None:
 def two_trainers(trial: Trial) -> None:
     ground, slow = trial.ground, [("slow_updates", {"seconds": 0.1})]
     first = ground.start(trial.name, faults=slow)
-    _wait_for_update(ground, trial.name, trial.rng.randint(1, 8))
+    wait_for_update(ground, trial.name, trial.rng.randint(1, 8))
     second = ground.train(trial.name, faults=[])
     ended = ground.end(first, trial.name)
     trial.must(ended, 0)
@@ -221,12 +193,12 @@ def take_over(trial: Trial) -> None:
     ground = trial.ground
     first = ground.start(trial.name, faults=[("other_machine", {"name": "a", "patience": PATIENCE}),
                                              ("slow_updates", {"seconds": 0.08})])
-    _wait_for_update(ground, trial.name, trial.rng.randint(2, 10))
+    wait_for_update(ground, trial.name, trial.rng.randint(2, 10))
     os.kill(first.pid, signal.SIGSTOP)
     try:
         second = ground.start(trial.name, faults=[("other_machine", {"name": "b", "patience": PATIENCE}),
                                                   ("slow_updates", {"seconds": 0.05})])
-        _wait_for_token(ground, trial.name, 2)
+        wait_for_token(ground, trial.name, 2)
         time.sleep(trial.rng.uniform(0, 1.5))
     finally:
         os.kill(first.pid, signal.SIGCONT)
@@ -273,7 +245,7 @@ def not_finite(trial: Trial) -> None:
     options = ("checkpoint.every=1", f"optim.kind={kind}", *(["optim.skip.window=128"] if kind == "adamw" else []))
     trial.must(ground.train(trial.name, *options, faults=[
         ("spoilt_batches", {"numbers": [at], "how": "nan"})]), 0)
-    skipped = [record["step"] for record in _records(ground, trial.name) if record.get("optim/step skipped")]
+    skipped = [record["step"] for record in records(ground, trial.name) if record.get("optim/step skipped")]
     if skipped != [at]:
         raise Failed(f"updates {skipped} were skipped, {at} was not finite")
     before, after = (saved_bits(ground.directory(trial.name), step) for step in (at - 1, at))
@@ -354,28 +326,30 @@ def other_config(trial: Trial) -> None:
     ground.same(trial.name)
 
 
-def _records(ground: Ground, name: str) -> list[dict]:
-    from maxtext.report.run_files import read_metrics
+def lost_worker(trial: Trial) -> None:
+    """A worker of an elastic job is killed, rank 0 as likely as another; every batch is still seen once, in its place.
 
-    return read_metrics(str(ground.directory(name) / "metrics.jsonl"))
+    The sums are in another order afterwards, so losses are compared with a tolerance, batches exactly.
+    """
+    from benchmarks import elastic
 
-
-def _wait_for_update(ground: Ground, name: str, update: int, seconds: float = 60.0) -> None:
-    from maxtext.report.run_files import last_step
-
-    _wait(lambda: last_step(str(ground.directory(name))) >= update, f"update {update} of {name}", seconds)
-
-
-def _wait_for_token(ground: Ground, name: str, token: int, seconds: float = 60.0) -> None:
-    _wait((ground.directory(name) / ".lease" / f"{token:08d}.json").exists, f"token {token} of {name}", seconds)
-
-
-def _wait(ready: Callable[[], bool], what: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > deadline:
-            raise Failed(f"no {what} in {seconds:g} s")
-        time.sleep(0.02)
+    ground, steps = trial.ground, 120
+    options = ("mesh.data=-1", "mesh.fsdp=1", f"train.steps={steps}", "checkpoint.every=40")
+    straight = ground.straight(*options)
+    with elastic.job(ground.yaml, ground.directory(trial.name), 2, 2, options) as job:
+        job.wait_for_step(trial.rng.randint(3, 40))
+        found = elastic.kill_and_recover(job, [trial.rng.choice(job.members())])
+        if job.end() != 0:
+            raise Failed(f"the job did not end well: {job.tail()[-400:]}")
+    trial.recoveries, trial.lost = [found.resumed], found.lost
+    ours, theirs = ({record["step"]: record for record in records(ground, name)}
+                    for name in (trial.name, straight.name))
+    for step in range(1, steps + 1):
+        if step not in ours or ours[step]["data/fingerprint"] != theirs[step]["data/fingerprint"]:
+            raise Failed(f"update {step} did not see its batch")
+        if abs(ours[step]["train/CE loss"] / theirs[step]["train/CE loss"] - 1) > LOSS_TOLERANCE:
+            raise Failed(f"the loss of update {step} is {ours[step]['train/CE loss']}, undisturbed "
+                         f"{theirs[step]['train/CE loss']}")
 
 
 ROWS = (
@@ -399,5 +373,6 @@ ROWS = (
     Row("stop signal", "SIGTERM or SIGINT after an update or in a save", ("stop",), stop_signal),
     Row("two signals", "SIGTERM twice", (), two_signals),
     Row("clock jump", "of an hour, while training", (), clock_jump),
+    Row("lost worker", "SIGKILL of a worker of an elastic job", (), lost_worker),
     Row("other config", "at a resume", ("config",), other_config),
 )

@@ -27,8 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.fault_ground import Failed, Ground, prepare_environment
-from benchmarks.fault_rows import ROWS, Row, Trial
+from benchmarks.fault_ground import Failed, Ground, Row, Trial, prepare_environment
+from benchmarks.fault_rows import ROWS
 
 
 @dataclasses.dataclass
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [row.name for row in ROWS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog="rows:\n" + "\n".join(f"  {row.name:<26} {row.doc} (guards: "
-                                                                    f"{', '.join(row.guards) or 'many'})"
+                                                                    f"{', '.join(row.guards) or 'several'})"
                                                                     for row in ROWS))
     parser.add_argument("--trials", type=int, default=20, help="of each row")
     parser.add_argument("--seed", type=int, default=0)
