@@ -1,5 +1,6 @@
 """A job of two processes over loopback: the numbers of one process, one stop for both, and a resume as one process."""
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from maxtext.config.load import to_yaml
+from maxtext.data.journal import Journal
 from maxtext.parallel.launch import LaunchError, job
 from maxtext.train.loop import train
 from tests.runs import ROOT, lines
@@ -26,15 +28,15 @@ def free_address():
         return f"localhost:{free.getsockname()[1]}"
 
 
-def start_two(cfg, folder):
+def start_two(cfg, folder, program=("train.py",)):
     """Both processes of a job, with two devices each."""
     (folder / "job.yml").write_text(to_yaml(cfg))
     address = free_address()
     environment = os.environ | {
         "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")}
-    return [subprocess.Popen([sys.executable, str(ROOT / "train.py"), str(folder / "job.yml")], text=True,
-                             env=environment | {"JAX_PROCESS_ID": str(rank)}, stdout=subprocess.PIPE,
+    return [subprocess.Popen([sys.executable, str(ROOT / program[0]), *program[1:], str(folder / "job.yml")],
+                             text=True, env=environment | {"JAX_PROCESS_ID": str(rank)}, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT) for rank in range(2)]
 
 
@@ -88,6 +90,27 @@ def test_two_processes_train_as_one_and_stop_together(runs, tmp_path):
     more = runs.config("long", *SHORT[1:], f"train.steps={stopped + 1}", "schedule.total_steps=2000")
     assert train(more, devices=jax.devices()[:4]).step == stopped + 1
     assert [line["step"] for line in lines(more)] == list(range(stopped + 2))
+
+
+def test_two_processes_go_back_together(runs, tmp_path):
+    """Past the batches that one process alone would pass over, with one line in the journal."""
+    options = (*SHORT[2:], "train.steps=10", "eval.every=null", "guard.skips_in_a_row=1")
+    cfg = runs.config("two", *options)
+    first, second = outputs(start_two(cfg, tmp_path, ("tests/end_to_end/spoilt.py", "5,6")))
+    told = "2 updates in a row were skipped (guard.skips_in_a_row 1) at update 6: going back to update 3 and past"
+    assert told in first
+    assert told not in second, "one process speaks for all"
+    (line,) = (runs.directory("two") / "journal.jsonl").read_text().splitlines()
+    decision = json.loads(line)
+    assert [decision[key] for key in ("update", "back_to", "first", "last")] == [6, 3, 5, 6]
+    assert [path.name for path in runs.directory("two").glob("journal*")] == ["journal.jsonl"]
+    known = runs.config("known", *options)
+    runs.directory("known").mkdir()
+    (runs.directory("known") / "journal.jsonl").write_text(line + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "forget", lambda self: None)
+        train(known, devices=jax.devices()[:4])
+    check_same(losses(cfg), losses(known))
 
 
 @pytest.mark.parametrize(("environment", "found"), [
