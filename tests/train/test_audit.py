@@ -12,7 +12,9 @@ import pytest
 
 from maxtext.cli import main
 from maxtext.config.schema import Config
+from maxtext.data import DataError
 from maxtext.data.pipeline import make_batches
+from maxtext.data.reader import InstanceReader
 from maxtext.data.tokens import resolve
 from maxtext.train import loop
 from maxtext.train.loop import train
@@ -98,6 +100,30 @@ def test_batches_that_the_journal_passed_over_are_no_finding(runs: Runs, monkeyp
     Path(cfg.run_dir, "journal.jsonl").unlink()
     code, lines = audit(cfg.run_dir, capsys)
     assert (code, lines[0]) == (1, "updates 6 to 12 trained on the batch of updates 8 to 14")
+
+
+def test_instances_that_were_left_out_are_no_finding(runs: Runs, monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]):
+    """They could not be read then, and can be now."""
+    cfg = runs.config("run", *OPTIONS, "data.bad_instances=0.1")
+    batches = make_batches(cfg, resolve(cfg))
+    bad = batches.instance_ids(5)[3]
+    batches.close()
+    read = InstanceReader.read
+
+    def broken(self, ids):
+        if bad in ids:
+            raise DataError("the store is down")
+        return read(self, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InstanceReader, "read", broken)
+        train(cfg, devices=some_devices(1))
+    assert audit(cfg.run_dir, capsys)[0] == 0
+    Path(cfg.run_dir, "journal.jsonl").unlink()
+    code, lines = audit(cfg.run_dir, capsys)
+    assert code == 1
+    assert lines[0].startswith("update 5 trained on a batch that is none of this run's")
 
 
 @pytest.mark.parametrize("packing", ["chunk", "best_fit"])
