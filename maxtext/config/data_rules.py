@@ -9,6 +9,10 @@ from maxtext.config.schema import Config, SourceConfig
 from maxtext.config.wording import Problem, default_of, division, either, multiples
 
 TOKEN_TYPE_SIZES = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
+# Setting -> the kinds of packing that read it.
+PACKING_SETTINGS = {"packing_group": ("best_fit", "first_fit"), "packing_ties": ("best_fit",),
+                    "packing_seed": ("best_fit", "first_fit", "padded"),
+                    "document_boundaries": ("best_fit", "first_fit", "padded")}
 RATIO_TOLERANCE = 1e-5  # of the sum of a mixture's ratios, as numpy.allclose has it
 
 
@@ -57,29 +61,29 @@ def _mixture(cfg: Config) -> Iterator[Problem]:
     if not ratios and data.mixture_tokens is not None:
         yield "data.mixture_tokens", (f"data.mixture_tokens {data.mixture_tokens} is divided by the sources' ratios, "
                                       "but they give none; give each a ratio, or remove it")
-    if ratios and data.packing == "best_fit":
-        yield "data.packing", ("data.packing best_fit packs whole files, but a ratio takes a part of them; write "
-                               "data.packing: chunk, or repeat instead of ratio")
+    if ratios and data.packs_documents:
+        yield "data.packing", (f"data.packing {data.packing} packs whole files, but a ratio takes a part of them; "
+                               "write data.packing: chunk, or repeat instead of ratio")
 
 
 def _packing(cfg: Config) -> Iterator[Problem]:
     data = cfg.data
-    if data.packing == "chunk":
-        for name in ("packing_group", "packing_seed", "packing_ties", "document_boundaries"):
-            value = getattr(data, name)
-            if value != default_of(data, name):
-                yield f"data.{name}", (f"data.{name} {value} is read by data.packing best_fit only, but it is chunk; "
-                                       "remove one of them")
+    for name, readers in PACKING_SETTINGS.items():
+        value = getattr(data, name)
+        if data.packing not in readers and value != default_of(data, name):
+            yield f"data.{name}", (f"data.{name} {value} is read by data.packing {either(list(readers))} only, but "
+                                   f"it is {data.packing}; remove one of them")
+    if not data.packs_documents:
         return
     if data.max_target_sequence_length is not None:
         yield "data.max_target_sequence_length", (
             f"data.max_target_sequence_length {data.max_target_sequence_length} cuts files into blocks, but "
-            "data.packing best_fit packs documents; remove one of them")
+            f"data.packing {data.packing} packs documents; remove one of them")
     for name, source in data.sources.items():
         if source.repeat != int(source.repeat):
             yield f"data.sources.{name}.repeat", (
-                f"data.sources.{name}.repeat {source.repeat} asks for a part of each file, but data.packing best_fit "
-                f"packs whole files; write {either([str(n) for n in _around(source.repeat)])}")
+                f"data.sources.{name}.repeat {source.repeat} asks for a part of each file, but data.packing "
+                f"{data.packing} packs whole files; write {either([str(n) for n in _around(source.repeat)])}")
 
 
 def _around(number: float) -> list[int]:

@@ -17,7 +17,7 @@ from maxtext.config.optimizer import MuonConfig as MuonConfig
 from maxtext.config.optimizer import OptimConfig as OptimConfig
 from maxtext.config.optimizer import SkipConfig as SkipConfig
 
-Packing = Literal["chunk", "best_fit"]
+Packing = Literal["chunk", "best_fit", "first_fit", "padded"]
 PackingTies = Literal["numpy", "stable"]
 DocumentBoundaries = Literal["eos", "csv"]
 EvalRows = Literal["whole", "truncated"]
@@ -91,13 +91,13 @@ class DataConfig:
     document_masking: bool = field("Whether attention stays inside each document of an instance.", False,
                                    also=("generate_doc_lengths", "intra_document_masking"))
     document_boundaries: DocumentBoundaries = field(
-        "best_fit only, where documents end: eos = after each end-of-document id; csv = as the .csv.gz file beside "
+        "Packed documents only, where they end: eos = after each end-of-document id; csv = as the .csv.gz file beside "
         "each token file says.", "eos", also=("use_array_if_local",))
-    packing: Packing = field("chunk = each file is cut every sequence_length tokens; best_fit = whole documents and "
-                             "padding.", "chunk")
-    packing_group: int = field("best_fit only: consecutive files whose documents are packed together.", 8,
+    packing: Packing = field("chunk = each file is cut every sequence_length tokens; best_fit, first_fit = whole "
+                             "documents, longest or in order first, and padding; padded = one document each.", "chunk")
+    packing_group: int = field("best_fit and first_fit: consecutive files whose documents are packed together.", 8,
                                also=("source_group_size",), minimum=1)
-    packing_seed: int | None = field("best_fit only: seed of the order of files before grouping; null: as listed.",
+    packing_seed: int | None = field("Packed documents only: seed of the order of files; null: as listed.",
                                      None, also=("source_permutation_seed",), minimum=0)
     packing_ties: PackingTies = field(
         "best_fit only, documents of equal length: numpy = as its argsort leaves them, which is the reference but "
@@ -115,6 +115,11 @@ class DataConfig:
     prefetch: int = field("Batches read ahead of the step.", 4, minimum=0)
     workers: int = field("Reader processes; 0 reads in threads of this process. The order does not depend on it.", 0,
                          minimum=0)
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether instances are whole documents and padding, and not pieces of files."""
+        return self.packing != "chunk"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Best-fit packing: whole documents side by side in instances of T tokens, the rest padding.
+"""Packing: whole documents side by side in instances of T tokens, the rest padding; here best-fit, the reference's.
 
 Files are put in order by a seed and taken in groups; in each group documents are placed longest first, each into the
 instance with the least space that is enough (Ding et al. 2024, "Fewer Truncations Improve Language Modeling"). A
 document longer than T is cut to its first T tokens. Source: OLMo-core `data/numpy_dataset.py`, NumpyPackedFSLDataset.
+
+First-fit takes the documents as they come, each into the first instance that has room; padded gives each its own.
 
 The result is one file, worked out once: documents in the order of the instances, and where each instance begins.
 """
@@ -42,6 +44,7 @@ class PackingPlan:
       length: T. group: files packed together. seed: of the order of files, or None.
       stable_ties: whether documents of equal length keep the order of the files.
       from_csv: whether documents are those of the `.csv.gz` companions.
+      kind: best_fit, first_fit or padded.
     """
 
     paths: tuple[str, ...]
@@ -53,6 +56,7 @@ class PackingPlan:
     seed: int | None
     stable_ties: bool
     from_csv: bool
+    kind: str = "best_fit"
 
     def file_order(self) -> list[int]:
         """Positions in `paths` in the order of packing: Python's shuffle of 0..n-1."""
@@ -157,8 +161,29 @@ def best_fit(lengths: Sequence[int], capacity: int) -> np.ndarray:
     return bin_of
 
 
+def first_fit(lengths: Sequence[int], capacity: int) -> np.ndarray:
+    """Places items in the given order, each into the first bin that has room; else as `best_fit`.
+
+    A tree over the bins holds the most space of each half, so that the first one with room is found from its root.
+    """
+    leaves = 1 << max(1, len(lengths) - 1).bit_length()
+    most = [capacity] * (2 * leaves)
+    bin_of = np.empty(len(lengths), np.int64)
+    for item, length in enumerate(lengths):
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += most[node] < length
+        bin_of[item] = node - leaves
+        most[node] -= length
+        while node > 1:
+            node //= 2
+            most[node] = max(most[2 * node], most[2 * node + 1])
+    return bin_of
+
+
 def pack_group(starts: np.ndarray, lengths: np.ndarray, files: np.ndarray, capacity: int,
-               stable_ties: bool) -> tuple[np.ndarray, np.ndarray]:
+               stable_ties: bool, kind: str = "best_fit") -> tuple[np.ndarray, np.ndarray]:
     """Packs the documents of one group.
 
     Args:
@@ -167,8 +192,9 @@ def pack_group(starts: np.ndarray, lengths: np.ndarray, files: np.ndarray, capac
     Returns:
       Documents (DOCUMENT) in the order of the instances, and the number of documents in each instance.
     """
-    by_length = sort_longest_first(lengths, stable_ties)
-    bin_of = best_fit(lengths[by_length].tolist(), capacity)
+    by_length = sort_longest_first(lengths, stable_ties) if kind == "best_fit" else np.arange(len(lengths))
+    bin_of = (by_length if kind == "padded" else
+              (best_fit if kind == "best_fit" else first_fit)(lengths[by_length].tolist(), capacity))
     placed = by_length[np.argsort(bin_of, kind="stable")]
     documents = np.empty(len(placed), DOCUMENT)
     documents["start"], documents["file"], documents["length"] = starts[placed], files[placed], lengths[placed]
@@ -189,6 +215,7 @@ def pack(plan: PackingPlan, identity: str, cache_dir: str | Path) -> PackedIndex
     """
     settings = [plan.length, plan.eos_id, plan.dtype.name, plan.group, plan.seed, plan.stable_ties, plan.n_tokens,
                 companion_hashes(plan.paths) if plan.from_csv else None]
+    settings += [plan.kind] if plan.kind != "best_fit" else []  # as it was when there was no other kind
     key = hashlib.sha256(json.dumps([identity, settings]).encode()).hexdigest()
     return open_or_make(Path(cache_dir, f"packing_{key[:24]}.bin"), _open, lambda file: _write(plan, file))
 
@@ -226,7 +253,8 @@ def _write(plan: PackingPlan, file: IO[bytes]) -> None:
         documents, per_instance = pack_group(
             np.concatenate([starts for _, starts, _ in group]),
             np.concatenate([np.minimum(full, plan.length) for _, _, full in group]),
-            np.concatenate([np.full(len(full), number) for number, _, full in group]), plan.length, plan.stable_ties)
+            np.concatenate([np.full(len(full), number) for number, _, full in group]), plan.length, plan.stable_ties,
+            plan.kind)
         data = documents.tobytes()
         file.write(data)
         digest.update(data)

@@ -163,7 +163,7 @@ class Batches(Iterator[Batch]):
         return {
             "sources": {name: row | {"files": len(row["files"]), "share": row["tokens"] / sum(kept)}
                         for name, row in sources.items()},
-            "tokens_per_epoch": sum(kept), "instances_per_epoch": total,
+            "tokens_per_epoch": sum(kept), "reading": reading(data), "instances_per_epoch": total,
             "batches_per_epoch": self._order.batches_per_epoch,
             "instances_dropped_per_epoch": total - self._order.batches_per_epoch * self._shape[0],
             "epochs": self._cfg.train.steps / self._order.batches_per_epoch,
@@ -230,6 +230,16 @@ class Batches(Iterator[Batch]):
         return jax.make_array_from_callback(self._shape[:local.ndim], sharding, shard)
 
 
+def reading(data: ResolvedData) -> dict[str, float]:
+    """What an epoch makes of its tokens: `tokens` of the files (each pass), `trained` as targets, `dropped` (behind the
+    last whole instance or document, or cut off), and the `padding` as a share of all positions."""
+    tokens = sum(part.n_tokens for part in data.parts)
+    positions = data.n_instances * data.sequence_length
+    kept = positions if data.packing is None else sum(data.packing.summary["tokens"])
+    return {"tokens": tokens, "trained": kept - data.n_instances, "dropped": tokens - kept,
+            "padding": 1 - kept / positions}
+
+
 def abstract_batch(cfg: Config, sharding: jax.sharding.NamedSharding | None) -> Batch:
     """The shapes, types and shardings of every batch of a run, from its config alone."""
     def shaped(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -240,7 +250,7 @@ def abstract_batch(cfg: Config, sharding: jax.sharding.NamedSharding | None) -> 
     ids = shaped(shape, jnp.int32)
     return Batch(ids, ids, shaped(shape, jnp.float32), ids if data.document_masking else None,
                  shaped(rows, jnp.float32) if data.instance_filter.enabled else None,
-                 shaped(rows, jnp.int32) if data.packing == "best_fit" else None)
+                 shaped(rows, jnp.int32) if data.packs_documents else None)
 
 
 def _sharding_of(sharding: jax.sharding.NamedSharding | None, rank: int) -> jax.sharding.NamedSharding | None:

@@ -212,7 +212,7 @@ class RowRules:
         rule = data.instance_filter
         return cls(eos_id, data.document_masking, data.document_boundaries == "csv",
                    RepetitionRule(rule.min_period, rule.max_period, rule.max_count) if rule.enabled else None,
-                   data.packing == "best_fit")
+                   data.packs_documents)
 
     def rows(self, tokens_RT: np.ndarray, lengths: Sequence[np.ndarray] | None) -> Rows:
         """`tokens` and, by the rules, `real` (R,), `segments` (R, T) int32 and `rejected` (R,) bool."""

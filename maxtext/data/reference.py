@@ -34,6 +34,8 @@ def fingerprint(cfg: DataConfig, data: ResolvedData) -> str:
     else:
         name = "NumpyPackedFSLDataset"
         fields |= {"long_doc_strategy": "truncate", "bos_token_id": None, "sequence_length": data.sequence_length}
+        if cfg.packing != "best_fit":
+            fields["packing"] = cfg.packing  # which the reference does not have: never the same as one of its own
         if cfg.packing_group > 1:
             fields["source_group_size"] = cfg.packing_group
         files = [files[i] for i in data.packing.file_order]

@@ -101,7 +101,7 @@ def resolve(cfg: Config, training: bool = True) -> ResolvedData:
     parts = tuple(_parts(cfg, files, reports, chunk))
     packing = None
     fingerprint = _fingerprint(parts, reports, cfg, dtype)
-    if cfg.data.packing == "best_fit" and training:
+    if cfg.data.packs_documents and training:
         packing = pack(_packing_plan(cfg.data, parts, dtype, eos_id), fingerprint, cache_dir(cfg))
         # What was packed with what counts too: it may depend on the machine (data.packing_ties).
         fingerprint = hashlib.sha256(f"{fingerprint} {packing.summary['sha256']}".encode()).hexdigest()
@@ -211,7 +211,7 @@ def _parts(cfg: Config, files: dict[str, list[SourceFile]], reports: dict[str, F
         return
     for name, group in files.items():
         repeat = sources[name].repeat if name in sources else 1.0
-        if cfg.data.packing == "best_fit":
+        if cfg.data.packs_documents:
             for file in group * int(repeat):
                 yield Part(name, file.path, reports[file.path].n_tokens, 0, file.label)
         else:
@@ -236,7 +236,7 @@ def _repeat(source: str, files: Sequence[SourceFile], reports: dict[str, FileRep
 def _packing_plan(data: DataConfig, parts: Sequence[Part], dtype: np.dtype, eos_id: int) -> PackingPlan:
     return PackingPlan(tuple(part.path for part in parts), tuple(part.n_tokens for part in parts), dtype, eos_id,
                        data.sequence_length, data.packing_group, data.packing_seed, data.packing_ties == "stable",
-                       data.document_boundaries == "csv")
+                       data.document_boundaries == "csv", data.packing)
 
 
 def _fingerprint(parts: Sequence[Part], reports: dict[str, FileReport], cfg: Config, dtype: np.dtype) -> str:

@@ -37,7 +37,7 @@ class Problem(NamedTuple):
 def problem_of(cfg: Config) -> Problem:
     """The attention of a run's training step."""
     return Problem(cfg.train.compute_dtype, cfg.model.head_width, cfg.model.value_width,
-                   documents=cfg.data.document_masking or cfg.data.packing == "best_fit",
+                   documents=cfg.data.document_masking or cfg.data.packs_documents,
                    sinks=cfg.model.attention_sinks)
 
 

@@ -113,8 +113,11 @@ def data_rows(description: Mapping[str, Any], sets: Collection[str]) -> Rows:
         f"{name} {source['share']:.1%} ({source['tokens']:,} tokens in {source['files']} files)"
         for name, source in description["sources"].items()
     )
+    read = description["reading"]
     return [
         ("data", f"{sources}; {description['epochs']:.2f} epochs of {description['batches_per_epoch']:,} batches"),
+        ("an epoch", f"{read['tokens']:,} tokens: {read['trained']:,} trained, {read['dropped']:,} dropped; "
+                     f"{read['padding']:.1%} of positions are padding"),
         ("held out", ", ".join(sets) or "none"),
     ]
 

@@ -12,8 +12,9 @@ import pytest
 
 from maxtext.config.schema import SourceConfig
 from maxtext.data import DataError, packing
-from maxtext.data.packing import PackingPlan, best_fit, sort_longest_first
-from maxtext.data.pipeline import make_batches
+from maxtext.data.packing import PackingPlan, best_fit, first_fit, sort_longest_first
+from maxtext.data.pipeline import make_batches, reading
+from maxtext.data.reader import StepSource
 from maxtext.data.tokens import resolve
 
 ORACLES = Path(__file__).resolve().parents[1] / "oracles"
@@ -225,9 +226,8 @@ def test_hosts_workers_and_restarts_see_the_same_rows(files, make_config):
         state = batches.get_state()
         batches.close()
     # A host that needs some rows reads exactly those.
-    source = straight._source
     for rows in ([0, 1], [3], [1, 2]):
-        source._rows = np.array(rows)
+        source = StepSource(straight._order, straight._reader, np.array(rows), straight._rules)
         got = source[7]
         assert np.array_equal(got["tokens"], want[7].tokens_BT[rows])
         assert np.array_equal(got["segments"], want[7].segments_BT[rows])
@@ -343,3 +343,46 @@ def test_what_stands_before_a_document_does_not_change_its_share(write_tokens, r
     assert not np.array_equal(one.tokens_BT[:, :9], other.tokens_BT[:, :9])
     for name in ("tokens_BT", "targets_BT", "weights_BT"):
         assert np.array_equal(getattr(one, name)[:, 10:], getattr(other, name)[:, 10:])
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 64])
+def test_first_fit_agrees_with_a_slow_one(capacity):
+    lengths = np.random.default_rng(capacity).integers(1, capacity + 1, 300).tolist()
+    spaces, want = [], []
+    for length in lengths:
+        number = next((i for i, space in enumerate(spaces) if space >= length), len(spaces))
+        spaces += [capacity] * (number == len(spaces))
+        spaces[number] -= length
+        want.append(number)
+    assert first_fit(lengths, capacity).tolist() == want
+
+
+@pytest.mark.parametrize("kind", ["best_fit", "first_fit", "padded"])
+@pytest.mark.parametrize("pad_id", [EOS, PAD])
+def test_documents_around_the_length_of_an_instance(write_tokens, read_epoch, kind, pad_id):
+    """Lengths L-1, L, L+1, 3L and of an end of document alone, L = 16: cut ones end in their own segment."""
+    lengths = [15, 16, 17, 48, 1, 2, 5]
+    documents = [[*(100 * i + np.arange(n - 1) % 90 + 2), EOS] for i, n in enumerate(lengths, 1)]
+    path = write_tokens("a.npy", np.concatenate(documents))
+    group = {} if kind == "padded" else {"packing_group": 1}
+    _, data, batches = read_epoch([path], packing=kind, pad_id=pad_id, **{"packing_group": 8} | group)
+    kept = sorted([int(i) for i in document[:16]] for document in documents)
+    read = []
+    for batch in batches:
+        tokens, numbers, real = batch.tokens_BT[0], batch.segments_BT[0], int(batch.real_B[0])
+        read += [tokens[:real][numbers[:real] == number].tolist() for number in np.unique(numbers[:real])]
+        assert batch.weights_BT[0].tolist() == [1.0] * (real - 1) + [0.0] * (17 - real)
+    assert sorted(read) == kept, "each segment is one document"
+    assert len(batches) == {"best_fit": 5, "first_fit": 5, "padded": 7}[kind]
+    tokens = sum(map(len, kept))
+    assert reading(data) == {"tokens": sum(lengths), "trained": tokens - len(batches), "dropped": sum(lengths) - tokens,
+                             "padding": pytest.approx(1 - tokens / 16 / len(batches))}
+
+
+def test_first_fit_keeps_the_order_of_documents(write_tokens, read_epoch):
+    lengths = [10, 3, 12, 3, 4]
+    path = write_tokens("a.npy", np.concatenate([[*(100 * i + np.arange(n - 1) + 2), EOS]
+                                                 for i, n in enumerate(lengths, 1)]))
+    _, data, _ = read_epoch([path], packing="first_fit")
+    documents, first = data.packing.arrays()
+    assert [documents["length"][a:b].tolist() for a, b in itertools.pairwise(first.tolist())] == [[10, 3, 3], [12, 4]]
