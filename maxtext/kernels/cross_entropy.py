@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxtext.parallel.collectives import all_gather, psum_scatter
+from maxtext.parallel.collectives import all_gather, platform, psum_scatter
 
 
 class Axes(NamedTuple):
@@ -93,10 +93,21 @@ def _log_partition(logits_CV: jax.Array, targets_C: jax.Array, vocab: str | None
     if vocab:
         peak_C = jax.lax.pmax(peak_C, vocab)
     exp_CV = jnp.exp(logits_CV - peak_C[:, None])
-    sum_C, target_C = exp_CV.sum(-1), jnp.where(is_target_CV, logits_CV, 0).sum(-1)
+    sum_C, target_C = exp_CV.sum(-1), _target_logit(logits_CV, targets_C - first, is_target_CV)
     if vocab:
         sum_C, target_C = jax.lax.psum((sum_C, target_C), vocab)
     return _Partition(exp_CV, sum_C, jnp.log(sum_C) + peak_C, target_C, is_target_CV)
+
+
+def _target_logit(logits_CV: jax.Array, targets_C: jax.Array, is_target_CV: jax.Array) -> jax.Array:
+    """The logit of each target, 0 where it is not in this slice of the vocabulary.
+
+    A sum over the row joins the other sums there, but not on a CPU: its compiler writes all that is summed to memory.
+    """
+    if platform() != "cpu":
+        return jnp.where(is_target_CV, logits_CV, 0).sum(-1)
+    found_C1 = jnp.take_along_axis(logits_CV, jnp.clip(targets_C, 0, logits_CV.shape[1] - 1)[:, None], axis=-1)
+    return jnp.where((targets_C >= 0) & (targets_C < logits_CV.shape[1]), found_C1[:, 0], 0)
 
 
 def _whole(w_DV: jax.Array, dtype: jnp.dtype, axes: Axes) -> jax.Array:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.kernels import cross_entropy as module
 from maxtext.kernels.cross_entropy import Axes, Losses, cross_entropy, token_nll
 from maxtext.parallel.collectives import vary
 from maxtext.parallel.sharding import RULES, per_device, sharding
@@ -56,6 +57,15 @@ def test_the_gradient_scales_with_the_cotangent():
     def loss(x, scale):
         return scale * cross_entropy(x, w, targets, weights, 0.0, 16, Axes())[0]
     np.testing.assert_allclose(jax.grad(loss)(x, 3.0), 3 * jax.grad(loss)(x, 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_target_in_another_slice_of_the_vocabulary_counts_as_0(monkeypatch: pytest.MonkeyPatch, platform: str):
+    monkeypatch.setattr(module, "platform", lambda: platform)
+    logits = np.arange(1, 21, dtype=np.float32).reshape(5, 4)
+    targets = np.array([-1, 0, 3, 4, 2], np.int32)  # counted from the first of this slice
+    found = module._target_logit(logits, targets, np.arange(4) == targets[:, None])
+    np.testing.assert_array_equal(found, [0, 5, 12, 0, 19])
 
 
 @pytest.mark.parametrize("shape", MESHES)
