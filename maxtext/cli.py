@@ -26,6 +26,8 @@ verbs
   compare A [B] [--b key=value] [...]        whether two configs or commits compute the same numbers
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
   data prepare [...]                         text to a tokenizer and token files
+  data inspect CONFIG --step N [--row R]     the text, documents and mask of a batch, without devices
+  data stats DIR | overlap DIR [...]         lengths, shares, duplicates and leaks of a prepared data set
   data audit RUN                             whether each update saw its own batch, and none what is held out
   checkpoint ls | verify | scrub RUN         what is saved, and whether it is whole; scrub sets aside what is not
   checkpoint diff RUN[@STEP] RUN[@STEP]      in which arrays and settings two checkpoints differ
@@ -219,9 +221,16 @@ def _data(argv: list[str]) -> int:
         from maxtext.train.audit import run as audit
 
         return audit(argv[1:])
+    if argv[:1] == ["inspect"]:
+        from maxtext.data.inspect import run as inspect
+
+        return inspect(argv[1:])
+    if argv[:1] in (["stats"], ["overlap"]):
+        from maxtext.data.stats import overlap, stats
+
+        return (stats if argv[0] == "stats" else overlap)(argv[1:])
     if argv[:1] != ["prepare"]:
-        print("usage: maxtext data prepare [...] | maxtext data audit RUN; see maxtext data prepare --help",
-              file=sys.stderr)
+        print("usage: maxtext data prepare | inspect | stats | overlap | audit [...]; each has --help", file=sys.stderr)
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     from maxtext.data.prepare import run
 

@@ -54,7 +54,7 @@ def test_the_page_has_a_command_for_each_source():
     assert len(table) == 8
     assert len(SOURCES) == 10, "JSON lines in three kinds"
     verbs = {line.split()[2] for line in (*shown(PAGE), *mentioned(PAGE)) if line.startswith("maxtext data ")}
-    assert verbs == {"prepare"}
+    assert verbs == {"prepare", "inspect", "stats", "overlap"}
 
 
 @pytest.mark.parametrize("line", SOURCES, ids=lambda line: line.split("$OUT/")[1].split()[0])
@@ -69,3 +69,20 @@ def test_each_source_gives_the_20_documents(tmp_path, monkeypatch, line):
     data = (out / "train" / f"{name}-00000.npy").read_bytes()
     assert len(data) == 2 * sum(len(text.encode()) + 1 for text in TEXTS)
     assert manifest["dropped"]["bad"] == ("--max-bad" in line)
+
+
+def test_looking_at_it(tmp_path, capsys):
+    text, out = tmp_path / "text", tmp_path / "out"
+    write(text, SOURCES[1])
+    (text / "quiz.jsonl").write_bytes(jsonl(TEXTS[-2:]))
+    config = tmp_path / "run.yml"
+    config.write_text(f"model: {{vocab_size: 300, d_model: 8, n_layers: 1, n_heads: 1, d_ff: 8}}\n"
+                      f"data: {{prepared: {out / 'jsonl'}, sequence_length: 64}}\noptim: {{lr: 0.001}}\n"
+                      f"train: {{steps: 5, global_batch: 4}}\noutput_dir: {tmp_path}\n")
+    lines = [SOURCES[1] + " --heldout-fraction web=0", *(line for line in shown(PAGE) if line not in SOURCES)]
+    assert len(lines) == 5
+    for line in lines:
+        for name, path in (("$CONFIG", config), ("$TEXT", text), ("$OUT", out)):
+            line = line.replace(name, str(path))
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert "quiz: 2 of 2 documents with 13-grams" in capsys.readouterr().out
