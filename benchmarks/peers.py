@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,10 @@ def measure(name: str, trainer: str, python: str) -> Run:
     work = WORKLOADS[name]
     script = {OURS: "train_step.py", TORCH: "peer_torch.py", MAXTEXT: "peer_maxtext.py"}[trainer]
     command = [python, str(HERE / script), "--vocab", str(work.vocab), "--steps", str(work.steps[trainer])]
-    done = subprocess.run(command + ["--experts"] * work.experts, text=True, capture_output=True)
+    environ = dict(os.environ)
+    if trainer != OURS:
+        environ.pop("PYTHONPATH", None)  # which may lead to our package, of the same name as MaxText's
+    done = subprocess.run(command + ["--experts"] * work.experts, text=True, capture_output=True, env=environ)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         raise SystemExit(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")

@@ -44,6 +44,14 @@ def test_a_run_is_a_process_of_its_own(scripts: Path):
     assert run.figures == {SPEED: 2, "arguments": ["--vocab", "77", "--steps", "3", "--experts"]}
 
 
+def test_a_peer_does_not_find_our_package(scripts: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(scripts))
+    for name in ("train_step.py", "peer_torch.py"):
+        (scripts / name).write_text("import json, os\nprint(json.dumps({'experts: path': os.environ.get('PYTHONPATH')}))")
+    assert peers.measure("experts", OURS, sys.executable).figures == {"path": str(scripts)}
+    assert peers.measure("experts", TORCH, sys.executable).figures == {"experts: path": None}
+
+
 def test_a_trainer_that_fails_ends_the_comparison_with_what_it_wrote(scripts: Path):
     (scripts / "peer_torch.py").write_text("import sys; print('{}'); sys.exit('no module named torch')")
     with pytest.raises(SystemExit, match=r"(?s)peer_torch.py --vocab 77 --steps 2 failed.* code 1:\n.*no module"):
