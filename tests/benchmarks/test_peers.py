@@ -46,8 +46,9 @@ def test_a_run_is_a_process_of_its_own(scripts: Path):
 
 def test_a_peer_does_not_find_our_package(scripts: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(scripts))
+    program = "import json, os\nprint(json.dumps({'experts: path': os.environ.get('PYTHONPATH')}))"
     for name in ("train_step.py", "peer_torch.py"):
-        (scripts / name).write_text("import json, os\nprint(json.dumps({'experts: path': os.environ.get('PYTHONPATH')}))")
+        (scripts / name).write_text(program)
     assert peers.measure("experts", OURS, sys.executable).figures == {"path": str(scripts)}
     assert peers.measure("experts", TORCH, sys.executable).figures == {"experts: path": None}
 
