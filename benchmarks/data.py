@@ -4,6 +4,9 @@
 
 Random uint32 tokens with documents of some 800 tokens, in files that the page cache holds; so this is the cost of the
 code, to hold against the speed of the disk and of the device. `core` counts CPU time of all threads, `wall` the clock.
+
+`prepare` is the standard library's text as JSON lines: the library's own batch encoder, both readings of `maxtext data
+prepare` (reading, tokenizing), and tokens of JSON lines to token files in all, on one thread.
 """
 
 from __future__ import annotations
@@ -11,22 +14,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+os.environ["RAYON_NUM_THREADS"] = "1"  # of the tokenizer library: both sides on one thread
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
 from maxtext.config import schema
+from maxtext.data.corpus import open_source, read_stdlib
+from maxtext.data.encode import Encoding, encode_piece
 from maxtext.data.order import instance_order
 from maxtext.data.packing import pack_group
+from maxtext.data.piecework import cut
 from maxtext.data.pipeline import make_batches
 from maxtext.data.reader import RowRules, StepSource, make_reader
+from maxtext.data.scan import scan_piece
+from maxtext.data.tokenizer import train_sentencepiece
 from maxtext.data.tokens import resolve
 
 BATCH, VOCABULARY, EOS, FILES = 16, 100278, 100257, 4
@@ -51,6 +63,52 @@ def measure(work: Callable[[], int], seconds: float = 2.0) -> dict[str, float]:
     while time.perf_counter() - wall < seconds:
         done += work()
     return {"core": round(done / (time.process_time() - core)), "wall": round(done / (time.perf_counter() - wall))}
+
+
+def preparation(folder: Path) -> dict[str, dict[str, float]]:
+    """For each kind of tokenizer: tokens per second of a core, of the library alone and of the two readings."""
+    import tokenizers
+
+    texts = [document.text for document in read_stdlib()][::3]
+    path = folder / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=32_000, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    bpe.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece(iter(texts), 8000))
+    [piece] = cut([open_source("x", path)])
+    found: dict[str, dict[str, float]] = {}
+    for name in ("tokenizer.json", "tokenizer.model"):
+        encoding = Encoding(str(folder / name), None, None, None, "uint16", threads=1)
+        tokenizer = encoding.load()
+
+        def library(tokenizer: Any = tokenizer) -> list[list[int]]:
+            if tokenizer.kind == "sentencepiece":
+                return tokenizer._model.encode(texts, num_threads=1)
+            return [found.ids for found in tokenizer._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+        own: dict[str, list[float]] = {"library": [], "reading": [], "tokenizing": []}
+        for _trial in range(5):
+            shutil.rmtree(folder / "work", ignore_errors=True)
+            (folder / "work").mkdir()
+            clock = time.process_time()
+            n_tokens = sum(map(len, library()))
+            own["library"].append(time.process_time() - clock)
+            clock = time.process_time()
+            rows = scan_piece(piece, folder / "work", 0.0, 0).rows
+            own["reading"].append(time.process_time() - clock)
+            clock = time.process_time()
+            encode_piece(piece, rows, np.ones(len(rows), bool), encoding, folder / "work")
+            own["tokenizing"].append(time.process_time() - clock)
+        best = {stage: min(seconds) for stage, seconds in own.items()}
+        found[name] = {stage: round(n_tokens / seconds) for stage, seconds in best.items()}
+        found[name]["all"] = round(n_tokens / (best["reading"] + best["tokenizing"]))
+        found[name]["of the library"] = round(best["library"] / (best["reading"] + best["tokenizing"]), 3)
+    return found
 
 
 def steps(cfg: schema.Config) -> Callable[[], int]:
@@ -95,6 +153,7 @@ def main() -> None:
             "read packed": measure(steps(with_data(packing="best_fit"))),
             "batches": measure(updates(with_data(instance_filter=filtered, document_masking=True))),
         }
+        result["prepare"] = preparation(Path(folder))
         began = time.perf_counter()
         pack_group(np.zeros_like(lengths), lengths, np.zeros_like(lengths), arguments.sequence_length, False)
         result["packed documents/s"] = round(len(lengths) / (time.perf_counter() - began))

@@ -17,8 +17,6 @@ from maxtext.data.tokens import resolve
 from tests.data.record_files import TEXTS, jsonl
 from tests.runs import ROOT
 
-T = 64
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -32,13 +30,15 @@ def folder(tmp_path_factory):
 
 
 def config(make_config, folder, **data):
-    return make_config(batch=4, model_vocab=300, prepared=str(folder), sequence_length=T, vocab_size=None, eos_id=None,
-                       pad_id=None, **data)
+    return make_config(batch=4, model_vocab=300, prepared=str(folder), vocab_size=None, eos_id=None, pad_id=None,
+                       **{"sequence_length": 64} | data)
 
 
-@pytest.mark.parametrize("data", [{}, {"document_masking": True}, {"packing": "best_fit", "document_masking": True}])
+@pytest.mark.parametrize("data", [{}, {"document_masking": True}, {"packing": "best_fit", "document_masking": True,
+                                                                   "sequence_length": 256}])
 def test_it_is_the_batch_of_training_and_its_text(make_config, folder, data):
     cfg = config(make_config, folder, **data)
+    T = cfg.data.sequence_length
     batches = make_batches(cfg, resolve(cfg))
     raw = {file.path: np.fromfile(file.path, "<u2") for files in load_prepared(folder).train.values() for file in files}
     seen = set()
