@@ -54,10 +54,11 @@ class Job:
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 180.0, name: str = "") -> Any:
         """Waits until `what()` is true and returns it; AssertionError with the log when the job ends before."""
-        deadline = time.monotonic() + seconds
+        deadline, ended = time.monotonic() + seconds, False
         while not (found := what()):
-            assert self.supervisor.poll() is None, f"the job ended with {self.supervisor.returncode}: {self.tail()}"
+            assert not ended, f"the job ended with {self.supervisor.returncode}, without {name or what}: {self.tail()}"
             assert time.monotonic() < deadline, f"no {name or what} in {seconds:g} s: {self.tail()}"
+            ended = self.supervisor.poll() is not None  # then it looks once more
             time.sleep(0.02)
         return found
 
