@@ -1,13 +1,15 @@
-"""`python -m maxtext.elastic.coordinator`: the process that hosts the coordination services, one a generation.
+"""`python -m maxtext.elastic.coordinator ROOT`: the process that hosts the coordination services, one a generation.
 
 A process of its own, because JAX ends every worker whose service vanishes: so workers whose supervisor was killed can
 still save. It reads a number of members a line, starts a service, and prints its port. A worker may never be without
-its service, so it outlives the supervisor for a while: until no worker is left, or GRACE seconds have passed.
+its service, so it outlives the supervisor for a while: until no worker is left, or GRACE seconds have passed. Then it
+removes ROOT, the run's folder in memory.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -33,7 +35,7 @@ def main() -> int:
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline and any(map(_alive, workers)):
         time.sleep(0.2)
-    sys.stdout.flush()
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
     os._exit(0)  # without shutting services down, which would wait for their members
 
 

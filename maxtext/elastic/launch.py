@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import hashlib
 import math
 import os
@@ -55,16 +56,15 @@ def run(argv: Sequence[str], write_report: Callable[[str], None]) -> int:
 def _supervise(cfg: Config, config_text: str, workers: int, devices: int, peer: bool) -> int:
     import signal
 
-    from maxtext.elastic.supervisor import Supervisor, signals_to, stale_folders
+    from maxtext.elastic.supervisor import Supervisor, signals_to
     from maxtext.train.console import table_text
     from maxtext.train.lock import RunInUseError, machine_lock
 
-    parent = memory_folder()
-    prefix = f"maxtext-{hashlib.blake2b(os.path.abspath(cfg.run_dir).encode(), digest_size=6).hexdigest()}-"
+    parent, prefix = memory_folder(), memory_prefix(cfg.run_dir)
     try:
         with machine_lock(cfg.run_dir):
-            for folder in stale_folders(parent, prefix):  # whoever wrote them held the lock, and is gone
-                shutil.rmtree(folder, ignore_errors=True)
+            for folder in glob.glob(f"{glob.escape(os.path.join(parent, prefix))}*"):
+                shutil.rmtree(folder, ignore_errors=True)  # whoever wrote it held the lock, and is gone
             root = tempfile.mkdtemp(prefix=prefix, dir=parent)
             print(table_text(f"Elastic run {cfg.run_name}", rows(cfg, workers, devices, peer, root)), flush=True)
             supervisor = Supervisor(cfg, config_text, workers, devices, root, peer,
@@ -104,6 +104,11 @@ def rows(cfg: Config, workers: int, devices: int, peer: bool, root: str) -> list
 def memory_folder() -> str:
     """A folder of a file system in memory; on systems without one, that of temporary files."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def memory_prefix(run_dir: str) -> str:
+    """How the names of a run's folders there begin."""
+    return f"maxtext-{hashlib.blake2b(os.path.abspath(run_dir).encode(), digest_size=6).hexdigest()}-"
 
 
 def worker_environment(environment: Mapping[str, str], devices: int) -> dict[str, str]:

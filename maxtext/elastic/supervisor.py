@@ -46,8 +46,10 @@ class Process:
 class Coordinator:
     """The process that hosts the coordination services."""
 
-    def __init__(self, environment: Mapping[str, str], log: IO[bytes]) -> None:
-        self._popen = subprocess.Popen([sys.executable, "-m", "maxtext.elastic.coordinator"], env=dict(environment),
+    def __init__(self, root: str, environment: Mapping[str, str], log: IO[bytes]) -> None:
+        """When this process is killed it removes `root`, once the workers have gone."""
+        command = [sys.executable, "-m", "maxtext.elastic.coordinator", root]
+        self._popen = subprocess.Popen(command, env=dict(environment),
                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                                        start_new_session=True)
 
@@ -98,7 +100,7 @@ class Supervisor:
             json.dump(dataclasses.asdict(spec), file)
         self._environment, self._command = dict(environment), command
         with self._log("coordinator") as log:
-            self._coordinator = Coordinator(environment, log)
+            self._coordinator = Coordinator(root, environment, log)
         self.processes: dict[int, Process] = {}
         self.generation: Generation | None = None
         self._finished: dict[int, float] = {}
@@ -385,13 +387,6 @@ class Supervisor:
 
 def _said(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def stale_folders(parent: str, prefix: str) -> list[str]:
-    """Folders of former supervisors of the same run directory."""
-    with suppress(FileNotFoundError):
-        return [os.path.join(parent, name) for name in os.listdir(parent) if name.startswith(prefix)]
-    return []
 
 
 def signals_to(supervisor: Supervisor) -> dict[int, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.elastic import job, kill_and_recover, kill_twice, read_lines, wait_until_whole
+from maxtext.elastic.launch import memory_folder, memory_prefix
 from maxtext.train.loop import train
 from tests.runs import saved_bits, saved_steps
 
@@ -108,6 +109,10 @@ def test_without_a_supervisor_the_workers_save_and_go(runs):
         began = time.monotonic()
         while alive(one.pids().values()):
             assert time.monotonic() - began < 30, one.tail()
+            time.sleep(0.1)
+        memory = f"{memory_prefix(str(one.run_dir))}*"
+        while list(Path(memory_folder()).glob(memory)):
+            assert time.monotonic() - began < 40, "what they had in memory goes with them"
             time.sleep(0.1)
     cfg = runs.config("orphans", *COMMON, *overrides)
     assert saved_bits(cfg, one.step()), "the last update was saved"

@@ -25,7 +25,7 @@ STUB = (sys.executable, str(ROOT / "tests" / "elastic" / "stub_worker.py"))
 class Ports:
     """In place of the process that hosts coordination services, which the stubs do not need."""
 
-    def __init__(self, environment, log):
+    def __init__(self, root, environment, log):
         self.opened = 0
 
     def open(self, members):
