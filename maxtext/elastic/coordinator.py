@@ -11,11 +11,45 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import IO
 
 GRACE = 28.0
+
+
+class Coordinator:
+    """The supervisor's hold of that process."""
+
+    def __init__(self, root: str, environment: Mapping[str, str], log: IO[bytes]) -> None:
+        """When this process is killed it removes `root`, once the workers have gone."""
+        command = [sys.executable, "-m", "maxtext.elastic.coordinator", root]
+        self._popen = subprocess.Popen(command, env=dict(environment),
+                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                                       start_new_session=True)
+
+    def open(self, members: int) -> str:
+        """The address of a new service for so many members."""
+        assert self._popen.stdout is not None
+        self._tell(f"open {members}")
+        return f"127.0.0.1:{int(self._popen.stdout.readline())}"  # a ValueError when it died
+
+    def knows(self, pid: int) -> None:
+        """It waits for this worker when the supervisor is gone."""
+        with suppress(OSError):  # that it has died is found when a service is needed
+            self._tell(f"worker {pid}")
+
+    def close(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def _tell(self, words: str) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(f"{words}\n")
+        self._popen.stdin.flush()
 
 
 def main() -> int:

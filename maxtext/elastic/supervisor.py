@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from maxtext.config.schema import Config
+from maxtext.elastic.coordinator import Coordinator
 from maxtext.elastic.membership import Beat, Control, Generation, Journal
 from maxtext.elastic.policy import LEAVE_SECONDS, START_SECONDS, Budget, back_off, choose_members, phase_limits
 from maxtext.elastic.worker import DONE, FAILED, MISTAKE, TRY_AGAIN, Spec
@@ -41,36 +42,6 @@ class Process:
     started: float
     kill_at: float | None = None
     why: str = ""
-
-
-class Coordinator:
-    """The process that hosts the coordination services."""
-
-    def __init__(self, root: str, environment: Mapping[str, str], log: IO[bytes]) -> None:
-        """When this process is killed it removes `root`, once the workers have gone."""
-        command = [sys.executable, "-m", "maxtext.elastic.coordinator", root]
-        self._popen = subprocess.Popen(command, env=dict(environment),
-                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                                       start_new_session=True)
-
-    def open(self, members: int) -> str:
-        """The address of a new service for so many members."""
-        assert self._popen.stdout is not None
-        self._tell(f"open {members}")
-        return f"127.0.0.1:{int(self._popen.stdout.readline())}"
-
-    def knows(self, pid: int) -> None:
-        """It waits for this worker when the supervisor is gone."""
-        self._tell(f"worker {pid}")
-
-    def close(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-
-    def _tell(self, words: str) -> None:
-        assert self._popen.stdin is not None
-        self._popen.stdin.write(f"{words}\n")
-        self._popen.stdin.flush()
 
 
 class Supervisor:
@@ -99,8 +70,7 @@ class Supervisor:
         with open(self._spec, "w") as file:
             json.dump(dataclasses.asdict(spec), file)
         self._environment, self._command = dict(environment), command
-        with self._log("coordinator") as log:
-            self._coordinator = Coordinator(root, environment, log)
+        self._coordinator = self._new_coordinator()
         self.processes: dict[int, Process] = {}
         self.generation: Generation | None = None
         self._finished: dict[int, float] = {}
@@ -304,6 +274,23 @@ class Supervisor:
     def _choose(self) -> tuple[int, ...]:
         return choose_members(self.cfg, self._ready(), self._members, self.workers, self.devices)
 
+    def _new_coordinator(self) -> Coordinator:
+        with self._log("coordinator") as log:
+            return Coordinator(self.root, self._environment, log)
+
+    def _open_service(self, members: int) -> str:
+        """The address of a coordination service; its host is started again when it has died, with all its workers."""
+        try:
+            return self._coordinator.open(members)
+        except (OSError, ValueError):
+            self._say("the host of the coordination services died; it is started again")
+            self.journal.write("coordinator died")
+            self._coordinator.close()
+            self._coordinator = self._new_coordinator()
+            for process in self.processes.values():
+                self._coordinator.knows(process.popen.pid)
+            return self._coordinator.open(members)
+
     def _propose(self, gentle: bool) -> None:
         members, now = self._choose(), time.monotonic()
         if not members:
@@ -316,7 +303,7 @@ class Supervisor:
                 return
             self._budget = self._budget.after(now)
         number = 0 if self.generation is None else self.generation.number + 1
-        address = self._coordinator.open(len(members))
+        address = self._open_service(len(members))
         self._proposed = now
         self.generation = Generation(number, members, gentle, address, False, now)
         self.control.publish(self.generation)

@@ -25,10 +25,15 @@ STUB = (sys.executable, str(ROOT / "tests" / "elastic" / "stub_worker.py"))
 class Ports:
     """In place of the process that hosts coordination services, which the stubs do not need."""
 
+    made, dies = 0, False
+
     def __init__(self, root, environment, log):
+        Ports.made += 1
         self.opened = 0
 
     def open(self, members):
+        if self.opened == 1 and Ports.dies:
+            raise BrokenPipeError
         self.opened += 1
         return f"127.0.0.1:{self.opened}"
 
@@ -130,6 +135,17 @@ def test_deaths_in_short_order_are_gathered(watch, monkeypatch):
     one.wait(lambda: len(one.groups()) >= 2)
     assert one.groups()[1] == [1]
     assert len(one.events("proposed")) == 2, "no proposal with a worker that died right after"
+
+
+def test_the_host_of_the_services_is_started_again(watch, monkeypatch):
+    monkeypatch.setattr(Ports, "made", 0)
+    monkeypatch.setattr(Ports, "dies", True)
+    one = watch()
+    one.wait(lambda: bool(one.groups()))
+    one.signal(signal.SIGKILL, 1)
+    one.wait(lambda: len(one.groups()) >= 2)
+    assert Ports.made >= 2
+    assert one.events("coordinator died")
 
 
 def test_a_silent_worker_is_killed_and_replaced(watch):
