@@ -80,8 +80,8 @@ def die() -> None:
 
 
 def die_after(seconds: float) -> None:
-    """SIGKILL at a moment, counted from the first update."""
-    after_update(0, lambda: threading.Timer(seconds, die).start())
+    """SIGKILL at a moment, counted from the end of the first update."""
+    after_update(1, lambda: threading.Timer(seconds, die).start())
 
 
 def die_at(update: int) -> None:
