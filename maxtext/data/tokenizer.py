@@ -71,8 +71,7 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that the ids stand for; special ids stand for none."""
-        pieces = self.pieces
-        return b"".join([pieces[i] for i in ids])
+        return b"".join(map(self.pieces.__getitem__, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; bytes that are not whole UTF-8 characters become U+FFFD."""
@@ -89,12 +88,16 @@ class Tokenizer:
         Raises:
           DataError: names the document that does not survive encoding and decoding, and where it first differs.
         """
+        wanted = []
         for text, name in zip(texts, names, strict=True):
-            if not _is_unicode(text):
-                raise DataError(f"document {name}: the text has a lone surrogate, which no UTF-8 file can hold")
+            try:
+                wanted.append(text.encode())
+            except UnicodeEncodeError as error:
+                raise DataError(f"document {name}: the text has a lone surrogate, which no UTF-8 file can "
+                                "hold") from error
         batch = self.encode_batch(texts)
-        for text, name, ids in zip(texts, names, batch, strict=True):
-            want, got = text.encode(), self.decode_bytes(ids)
+        for want, name, ids in zip(wanted, names, batch, strict=True):
+            got = self.decode_bytes(ids)
             if got != want:
                 place = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b),
                              min(len(want), len(got)))
@@ -247,14 +250,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
         detail = " ".join(str(error).split())
         raise DataError(f"--vocab-size {vocab_size}: SentencePiece cannot train on this text: {detail}") from error
     return model.getvalue()
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _sentencepiece_bytes(model: Any, i: int) -> bytes:
