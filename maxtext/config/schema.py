@@ -30,6 +30,7 @@ REMAT_PRESETS: dict[str, tuple[tuple[RematName, ...], tuple[RematName, ...]]] = 
     "balanced": (("qkv", "attention", "attention_out", "mlp_out"), ()),
     "offload": ((), ("block", "qkv", "attention", "attention_out", "mlp_out")),
 }
+Determinism = Literal["none", "same_mesh", "any_mesh"]
 ElasticPolicy = Literal["resize", "pause"]
 ScheduleKind = Literal["cosine", "half_cosine", "linear", "wsd", "constant"]
 QuantKind = Literal["none", "int8", "fp8", "mxfp8"]
@@ -201,6 +202,12 @@ class TrainConfig:
                                     "batch_sequences"), minimum=1)
     gradient_accumulation_steps: int = field("Micro-batches that one update is split into.", 1,
                                              also=("accumulation", "accumulate_steps", "grad_accum"), minimum=1)
+    determinism: Determinism = field(
+        "What keeps every bit of a run: none = nothing promised; same_mesh = a rerun or resume on the same devices and "
+        "versions; any_mesh = also on another number of devices of the axes data and fsdp.", "none")
+    virtual_shards: int | None = field(
+        "any_mesh only: parts of the global batch that are summed in one order, a power of two; no mesh may have more "
+        "devices. null: the largest that divides global_batch.", None, minimum=1)
     compute_dtype: Dtype = field("Type of activations and matmuls; weights are always float32.", "bfloat16",
                                  also=("dtype", "precision"))
     z_loss: float = field("Multiplier of the squared log-partition in the loss.", 1e-5, also=("z_loss_multiplier",),
@@ -387,6 +394,12 @@ class Config:
         """How the model is run in training."""
         return Execution(self.train.compute_dtype, self.train.remat, self.kernels, self.quant,
                          self.mesh.context_strategy, self.mesh.pipeline_rounds)
+
+    @property
+    def virtual_shards(self) -> int:
+        """Parts that determinism any_mesh cuts the global batch into."""
+        batch = self.train.global_batch
+        return batch & -batch if self.train.virtual_shards is None else self.train.virtual_shards
 
     @property
     def batch_tokens(self) -> int:

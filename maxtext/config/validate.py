@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from maxtext.config.data_rules import DATA_RULES
+from maxtext.config.determinism_rules import DETERMINISM_RULES, fixed_misfits
 from maxtext.config.layers import segments
 from maxtext.config.model_rules import MODEL_RULES
 from maxtext.config.optimizer_rules import OPTIMIZER_RULES
@@ -107,7 +108,7 @@ def mesh_problems(cfg: Config, n_devices: int) -> list[Problem]:
     if model.moe.experts:
         found += _misfits([("model.moe.experts", model.moe.experts)], "expert", mesh.expert, shape["expert"], n_devices)
     return [*found, *_widths(cfg, shape), *_micro_batches(cfg, shape), *_positions(cfg, shape), *_stages(cfg, shape),
-            *block_misfits(cfg, shape)]
+            *block_misfits(cfg, shape), *fixed_misfits(cfg, shape)]
 
 
 def _widths(cfg: Config, shape: dict[str, int]) -> Iterator[Problem]:
@@ -358,4 +359,4 @@ def _empty_texts(cfg: Config) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
     *MODEL_RULES, _batch, _remat, _schedule_kind, _schedule_length, *OPTIMIZER_RULES, *DATA_RULES, *QUANT_RULES,
-    lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts)
+    *DETERMINISM_RULES, lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts)

@@ -31,6 +31,7 @@ from maxtext.model.layers import Mlp, Rope, document_positions, mlp, mlp_params,
 from maxtext.model.moe import Moe, moe, moe_params
 from maxtext.model.router import RouterStats
 from maxtext.parallel.host_memory import HOST
+from maxtext.parallel.isolated import make_alike
 from maxtext.parallel.pipeline import run_pipeline, stages
 from maxtext.parallel.positions import join, layout, positions_dim, share, split, unshare
 from maxtext.parallel.sharding import Param, gather, is_param, per_device, sharding, spec
@@ -97,29 +98,40 @@ def leaf_names(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(name, tree, is_leaf=is_param)
 
 
-def init_decoder(cfg: ModelConfig, key: jax.Array) -> Decoder:
+def init_decoder(cfg: ModelConfig, key: jax.Array, alike: bool = False) -> Decoder:
     """Initial weights, float32, on the current mesh; the values do not depend on the mesh.
+
+    Their last bits may, as the shapes that devices draw decide which instructions do it. With `alike` they do not: each
+    device draws every array whole, and keeps its part.
 
     Each array has a key of its own, derived from its name. "normal" is a normal of standard deviation `init_std` cut at
     +-3 of them and not rescaled, for every matrix, embeddings and head included; norm gains are 1 and biases 0
     (OLMo-core nn/transformer/init.py, `InitMethod.normal`).
     """
     declared = decoder_params(cfg)
-    return jax.tree.map(lambda p, name: _draw(key, np.uint32(zlib.crc32(name.encode())), p, cfg.init_std), declared,
-                        leaf_names(declared), is_leaf=is_param)
+
+    def draw(p: Param, name: str) -> jax.Array:
+        return _draw(key, np.uint32(zlib.crc32(name.encode())), p, cfg.init_std, alike)
+
+    return jax.tree.map(draw, declared, leaf_names(declared), is_leaf=is_param)
 
 
-@functools.partial(jax.jit, static_argnames=("p", "std"))
-def _draw(key: jax.Array, name: np.uint32, p: Param, std: float) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("p", "std", "alike"))
+def _draw(key: jax.Array, name: np.uint32, p: Param, std: float, alike: bool) -> jax.Array:
     """One array; a program of its own, so that arrays of one shape share a compilation."""
     if p.init != "normal":
         return jnp.full(p.shape, 1.0 if p.init == "ones" else 0.0, jnp.float32, out_sharding=spec(*p.dims))
     own = jax.random.fold_in(key, name)
-    if jax.sharding.get_abstract_mesh().size > 1:
+    if jax.sharding.get_abstract_mesh().size > 1 and not alike:
         return std * jax.random.truncated_normal(own, -3.0, 3.0, p.shape, out_sharding=spec(*p.dims))
     # The same bits, which depend on the place in the flat array alone: the code that finds the place from five indices
     # takes a CPU five times as long to compile.
-    flat = std * jax.random.truncated_normal(own, -3.0, 3.0, (math.prod(p.shape),), out_sharding=spec(None))
+    size = math.prod(p.shape)
+    if alike:
+        runs = name.astype(jnp.float32) >= 0  # always
+        flat = make_alike(lambda own: std * jax.random.truncated_normal(own, -3.0, 3.0, (size,)), runs, own)
+    else:
+        flat = std * jax.random.truncated_normal(own, -3.0, 3.0, (size,), out_sharding=spec(None))
     return jax.sharding.reshard(flat.reshape(p.shape), spec(*p.dims))
 
 

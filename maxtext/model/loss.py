@@ -40,7 +40,7 @@ def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_B
       (loss to differentiate, its parts without multipliers and the routers' statistics); losses are float32 scalars.
     """
 
-    axes = Axes(mesh_axes("batch", "sequence"), mesh_axes("embed"), VOCAB)
+    axes = Axes(mesh_axes("batch", "sequence"), mesh_axes("embed"), next(iter(mesh_axes("vocab")), None))
 
     def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):
         # Typed as different over all axes of tokens, of which one that splits nothing is not named by a sharding.

@@ -106,8 +106,10 @@ def limit_capacity(chosen: Assignments, moe: MoeConfig, axes: TokenAxes) -> tupl
     """
     here_NKE = _is_expert(chosen.ids_NK, moe.experts)
     here_ME = here_NKE.reshape(-1, moe.experts).astype(jnp.int32)
-    counts_PE = jax.lax.all_gather(here_ME.sum(0), axes.all)
-    before_E = jnp.where(jnp.arange(counts_PE.shape[0])[:, None] < jax.lax.axis_index(axes.all), counts_PE, 0).sum(0)
+    before_E = jnp.zeros_like(here_ME[0])
+    if axes.all:
+        counts_PE, own = jax.lax.all_gather(here_ME.sum(0), axes.all), jax.lax.axis_index(axes.all)
+        before_E = jnp.where(jnp.arange(counts_PE.shape[0])[:, None] < own, counts_PE, 0).sum(0)
     total = jax.lax.psum(here_ME.sum(), axes.all)  # real tokens * top_k
     capacity = jnp.ceil(moe.capacity_factor * total / moe.experts)
     place_ME = before_E + jnp.cumsum(here_ME, axis=0)

@@ -15,8 +15,20 @@ TPU = {
 }
 
 
-def compiler_options(platform: str) -> dict[str, str]:
-    """Options for a platform, without those that LIBTPU_INIT_ARGS sets: what a user asks for stands."""
+GPU_DETERMINISTIC = {
+    # No atomic additions, and no kernels chosen by how long they took.
+    "xla_gpu_deterministic_ops": "True",
+}
+
+
+def compiler_options(platform: str, deterministic: bool = False) -> dict[str, str]:
+    """Options for a platform, without those that LIBTPU_INIT_ARGS sets: what a user asks for stands.
+
+    Args:
+      deterministic: whether a rerun must have the same bits; CPUs and TPUs do that as they are.
+    """
+    if platform == "gpu" and deterministic:
+        return dict(GPU_DETERMINISTIC)
     if platform != "tpu":
         return {}
     given = os.environ.get("LIBTPU_INIT_ARGS", "")

@@ -58,11 +58,13 @@ def cut_of_fsdp(cfg: Config, devices: Sequence[jax.Device]) -> int:
     XLA for TPU v5p and v6e gathers over all devices of a slice by an all-reduce, which sends and adds up twice the
     bytes; over fewer of them it does not (libtpu 0.0.50 and 0.0.52: always on v5p from 64 devices on, for arrays of up
     to 8 MiB on v6e; sums that are scattered likewise on both). Ironwood has an option instead (`parallel.compiler`).
-    Quantised matmuls make gradients of weights that are already summed, so they keep one axis.
+    Quantised matmuls make gradients of weights that are already summed, and a fixed order of sums counts the devices of
+    one axis, so these keep it whole.
     """
     kind = devices[0].device_kind
     alone = resolve_mesh(cfg.mesh, len(devices))["fsdp"] == len(devices)
-    if not alone or len(devices) < CUT_FROM or kind not in CUT_KINDS or cfg.quant.of("dense") is not None:
+    whole = cfg.quant.of("dense") is not None or cfg.train.determinism == "any_mesh"
+    if not alone or len(devices) < CUT_FROM or kind not in CUT_KINDS or whole:
         return 1
     extents = [len(set(dim)) for dim in zip(*(device.coords for device in devices), strict=True)]
     return next(extent for extent in reversed(extents) if extent > 1)  # the dim of the torus that varies first

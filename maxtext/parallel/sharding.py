@@ -77,7 +77,7 @@ def with_parts(axes: Iterable[str], mesh_names: Iterable[str]) -> tuple[str, ...
 def in_turn(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """The groups of axes over which a weight is gathered one after the other, the last first; scattered, the first."""
     at = axes.index(INNER) if INNER in axes else 0
-    return (axes[:at], axes[at:]) if at else (axes,)
+    return tuple(group for group in (axes[:at], axes[at:]) if group)
 
 
 def spec(*dims: str | None, sizes: Mapping[str, int] | None = None) -> PartitionSpec:
@@ -144,6 +144,8 @@ def per_device(function: Callable[..., Any], in_dims: Any, out_dims: Any) -> Cal
 
     mesh, in_specs, out_specs = jax.sharding.get_abstract_mesh(), to_spec(in_dims), to_spec(out_dims)
     free = set(mesh.axis_names) - set(mesh.manual_axes)
+    if not free and mesh.axis_names:  # the caller already works on its own device's piece
+        return function
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=free)
 
 

@@ -41,6 +41,7 @@ from maxtext.parallel.runtime import keep_freed_memory
 from maxtext.parallel.sharding import sharding
 from maxtext.train.attendance import Attendance, MembersChanged
 from maxtext.train.clock import Clock, Phases
+from maxtext.train.conditions import check_conditions, conditions
 from maxtext.train.console import Console, host_memory_gib
 from maxtext.train.corruption import Comparison
 from maxtext.train.expert_loads import ExpertLoads
@@ -193,6 +194,7 @@ class Run:
                 self.state = warm_start(self.state, cfg.train.init_from, console.note)
         else:
             self.state, self.step, self.record = restored.state, restored.step, dict(restored.extra["record"])
+            check_conditions(cfg, mesh, restored)
             self.batches.set_state(restored.extra["data"])
             self.guard.skips = Skips(tuple(restored.extra.get("skips", ())))
             console.note(f"resuming {cfg.run_dir} from update {self.step} of {cfg.train.steps}")
@@ -348,7 +350,7 @@ class Run:
 
     def _extra(self) -> dict[str, Any]:
         return {"data": self.batches.get_state(), "record": self.record, "seed": self.cfg.seed,
-                "skips": self.guard.skips.updates}
+                "skips": self.guard.skips.updates, "conditions": conditions(self.cfg, self.mesh)}
 
     def _snapshot(self, wait: bool) -> bool:
         with self.clock.apart("snapshot"):

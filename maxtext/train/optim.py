@@ -13,13 +13,14 @@ Two deliberate differences, both about numbers that the reference lets through:
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -28,10 +29,12 @@ from maxtext.config.optimizer import OptimConfig, SkipConfig
 from maxtext.config.schema import Config
 from maxtext.model.matrices import Matrices
 from maxtext.parallel.host_memory import back, lies_on_host, to_device
+from maxtext.parallel.isolated import in_blocks, isolated
 from maxtext.train.moments import stored
 from maxtext.train.muon import orthogonalized
 
 PyTree = Any
+Windows = tuple[jax.Array | None, jax.Array | None]  # of losses and gradient norms; None: no step is skipped
 
 
 class OptimizerState(NamedTuple):
@@ -74,7 +77,8 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
     and the cross-entropy (without z-loss) of the whole global batch. `schedule(t)` gives the rate of step t = 1, 2, ...
     and `decay_mask` is a tree of Python bool like the weights. `matrices` says for each leaf of the weights what Muon
     orthogonalises; AdamW updates the others, and all with a kind without Muon. Everything is computed in float32 on the
-    devices; moments that lie in the host's memory return there.
+    devices; moments that lie in the host's memory return there. With determinism any_mesh it is compiled alike on every
+    mesh.
 
     When weights and state are donated, return them from the step in the order of its arguments: jax pairs donated
     buffers with outputs of the same shape in order, and XLA copies every moment several times when they are crossed.
@@ -83,7 +87,7 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
     b1, b2 = optim.betas
     if not (b1 < 1 and b2 < 1):
         raise ValueError(f"optim.betas is [{b1}, {b2}], but both must be below 1; the usual value is [0.9, 0.95]")
-    window = optim.skip.window if optim.skips else None
+    window, fixed = optim.skip.window if optim.skips else None, cfg.train.determinism == "any_mesh"
 
     def by_muon(leaves: Sequence[Any]) -> list[Matrices | None]:
         assert not optim.uses_muon or len(matrices) == len(leaves), "Muon needs to know the matrices of every leaf"
@@ -106,21 +110,32 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
             loss_window=None if window is None else values((window,)),
             grad_norm_window=None if window is None else values((window,)))
 
+    def shared(count: jax.Array, n_recorded: jax.Array, windows: Windows, loss: jax.Array,
+               grad_norm: jax.Array) -> tuple[_Common, Windows]:
+        losses, norms = windows
+        if losses is None or norms is None:
+            take = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        else:
+            take = (_is_ordinary(loss, losses, n_recorded, optim.skip)
+                    & _is_ordinary(grad_norm, norms, n_recorded, optim.skip))
+            windows = _record(losses, n_recorded, loss), _record(norms, n_recorded, grad_norm)
+        clip = 1.0 if optim.max_grad_norm is None else jnp.minimum(1.0, optim.max_grad_norm / (grad_norm + 1e-6))
+        t = (count + 1 if optim.step_increment_bugfix else jnp.ones_like(count)).astype(jnp.float32)
+        return _Common(optim, schedule(n_recorded + 1), clip, take, t, n_recorded), windows
+
+    def adamw(common: _Common, leaf: _Leaf, runs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        change, m, v = (in_blocks(functools.partial(_adamw, leaf.decays), runs, cfg.virtual_shards, common,
+                                  leaf.p, leaf.g, leaf.m, leaf.v) if fixed else
+                        _adamw(leaf.decays, common, leaf.p, leaf.g, leaf.m, leaf.v))
+        return change, common.stored(m, leaf, 0), common.stored(v, leaf, 1)
+
     def update(grads: PyTree, state: OptimizerState, params: PyTree | None = None, *, loss: jax.Array,
                grad_norm: jax.Array, **_: Any) -> tuple[PyTree, OptimizerState]:
         assert params is not None, "the optimizer needs the weights"
-        rate = schedule(state.n_recorded + 1)
-        loss_window = grad_norm_window = None
-        if state.loss_window is None or state.grad_norm_window is None:
-            take = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        else:
-            take = (_is_ordinary(loss, state.loss_window, state.n_recorded, optim.skip)
-                    & _is_ordinary(grad_norm, state.grad_norm_window, state.n_recorded, optim.skip))
-            loss_window = _record(state.loss_window, state.n_recorded, loss)
-            grad_norm_window = _record(state.grad_norm_window, state.n_recorded, grad_norm)
-        clip = 1.0 if optim.max_grad_norm is None else jnp.minimum(1.0, optim.max_grad_norm / (grad_norm + 1e-6))
-        t = (state.count + 1 if optim.step_increment_bugfix else jnp.ones_like(state.count)).astype(jnp.float32)
-        common = _Common(optim, rate, clip, take, t, state.n_recorded)
+        runs = state.n_recorded >= 0  # always
+        windows = state.loss_window, state.grad_norm_window
+        given = state.count, state.n_recorded, windows, loss, grad_norm
+        common, windows = isolated(shared, runs, *given) if fixed else shared(*given)
 
         leaves, treedef = jax.tree.flatten(params)
         decays = jax.tree.leaves(decay_mask)
@@ -132,17 +147,17 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
         done = [grad_norm]  # nothing sets out before all gradients are there
         for row in rows:
             if row.index not in results:
-                change, m, v = _adamw(common, _fetched(row, done[-1:]))
+                change, m, v = adamw(common, _fetched(row, done[-1:]), runs)
                 results[row.index] = change, back(m, row.m), back(v, row.v)
                 done.append(results[row.index][1])
         changes, mu, nu = (treedef.unflatten(column) for column in
                            zip(*(results[row.index] for row in rows), strict=True))
-        taken = take.astype(jnp.int32)
+        taken = common.take.astype(jnp.int32)
         return changes, OptimizerState(
             count=state.count + (taken if optim.step_increment_bugfix else 0), mu=back(mu, state.mu),
-            nu=back(nu, state.nu), learning_rate=rate,
-            n_recorded=state.n_recorded + 1, skipped=1 - taken, loss_window=loss_window,
-            grad_norm_window=grad_norm_window)
+            nu=back(nu, state.nu), learning_rate=common.rate,
+            n_recorded=state.n_recorded + 1, skipped=1 - taken, loss_window=windows[0],
+            grad_norm_window=windows[1])
 
     # optax's types know no state that is a NamedTuple and no required keyword.
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
@@ -170,19 +185,19 @@ def _fetched(leaf: _Leaf, after: list[jax.Array]) -> _Leaf:
     return leaf._replace(p=to_device(p), m=to_device(m), v=to_device(v))
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class _Common:
     """What all arrays share in one step."""
 
-    optim: OptimConfig
+    optim: OptimConfig = flax.struct.field(pytree_node=False)
     rate: jax.Array
     clip: jax.Array | float  # the gradients' factor
     take: jax.Array  # bool scalar; False: the step is skipped
     t: jax.Array  # float32: of the bias correction
     step: jax.Array  # int32: steps before this one
 
-    def clipped(self, leaf: _Leaf) -> jax.Array:
-        return leaf.g.astype(jnp.float32) * self.clip
+    def clipped(self, g: jax.Array) -> jax.Array:
+        return g.astype(jnp.float32) * self.clip
 
     def unless_skipped(self, new: jax.Array, old: jax.Array | float = -0.0) -> jax.Array:
         """The new value, or the old one: by a select, not a factor, because NaN * 0 is NaN.
@@ -195,18 +210,18 @@ class _Common:
         return stored(moment, self.optim.moments_dtype, self.step, 2 * leaf.index + which)
 
 
-def _adamw(common: _Common, leaf: _Leaf) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The change of one array, and its new moments."""
-    optim, (b1, b2), (_, decays, p, _, m, v) = common.optim, common.optim.betas, leaf
-    assert v is not None
-    g, m, v = common.clipped(leaf), m.astype(jnp.float32), v.astype(jnp.float32)
+def _adamw(decays: bool, common: _Common, p: jax.Array, g: jax.Array, m: jax.Array,
+           v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The change of one array, and its new moments, float32."""
+    optim, (b1, b2) = common.optim, common.optim.betas
+    g, m, v = common.clipped(g), m.astype(jnp.float32), v.astype(jnp.float32)
     new_m = common.unless_skipped(m + (1 - b1) * (g - m), m)
     new_v = common.unless_skipped(b2 * v + (1 - b2) * (g * g), v)
     correction1, correction2 = _bias_correction(b1, common.t), jnp.sqrt(_bias_correction(b2, common.t))
     change = (-common.rate / correction1) * new_m / (jnp.sqrt(new_v) / correction2 + optim.eps)
     if decays and optim.weight_decay:
         change -= (common.rate * optim.weight_decay) * p  # before the Adam update, so of the old weight
-    return common.unless_skipped(change), common.stored(new_m, leaf, 0), common.stored(new_v, leaf, 1)
+    return common.unless_skipped(change), new_m, new_v
 
 
 def _muon(common: _Common, leaves: Sequence[tuple[_Leaf, Matrices]]) -> dict[int, tuple[jax.Array, jax.Array, None]]:
@@ -216,7 +231,7 @@ def _muon(common: _Common, leaves: Sequence[tuple[_Leaf, Matrices]]) -> dict[int
     decay = optim.weight_decay if muon.matrix_weight_decay is None else muon.matrix_weight_decay
     momenta, heading = [], []
     for leaf, _ in leaves:
-        g, m = common.clipped(leaf), leaf.m.astype(jnp.float32)
+        g, m = common.clipped(leaf.g), leaf.m.astype(jnp.float32)
         new_m = m + (1 - muon.momentum) * (g - m)
         heading.append(g + muon.momentum * (new_m - g) if muon.nesterov else new_m)
         momenta.append(common.stored(common.unless_skipped(new_m, m), leaf, 0))

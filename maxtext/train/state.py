@@ -43,7 +43,7 @@ def init_state(cfg: Config) -> TrainState:
 
 def _initial(cfg: Config) -> TrainState:
     key = jax.random.key(cfg.seed)
-    params = init_decoder(cfg.model, key)
+    params = init_decoder(cfg.model, key, alike=cfg.train.determinism == "any_mesh")
     optimizer = jax.jit(optimizer_of(cfg).init)(params)
     return TrainState(jnp.int32(0), params, optimizer, jax.random.key_data(key))
 

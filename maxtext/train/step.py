@@ -28,6 +28,7 @@ from maxtext.parallel.pipeline import row_order, stages
 from maxtext.parallel.sharding import spec
 from maxtext.train.optim import global_norm
 from maxtext.train.state import TrainState, optimizer_of
+from maxtext.train.virtual_shards import fixed_norm, gradient_of_shards
 
 StepMetrics = dict[str, Any]
 
@@ -49,8 +50,12 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
             counted += rejected * cfg.data.sequence_length
         counted = jnp.maximum(counted, 1)
         params = working_copy(state.params, jnp.dtype(cfg.train.compute_dtype))
-        grads, losses, stats = batch_gradient(cfg, params, batch, counted)
-        norm = global_norm(grads)
+        if cfg.train.determinism == "any_mesh":
+            grads, losses, stats = gradient_of_shards(cfg, params, batch, counted)
+            norm = fixed_norm(cfg, grads, counted != 0)
+        else:
+            grads, losses, stats = batch_gradient(cfg, params, batch, counted)
+            norm = global_norm(grads)
         updates, optimizer_state = optimizer.update(
             grads, state.optimizer, state.params, loss=losses.cross_entropy, grad_norm=norm
         )
@@ -85,7 +90,8 @@ def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetri
         state, metrics = update(state, batch)
         return state, metrics if votes is None else metrics | {"vote": votes.max()}
 
-    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(platform()))
+    options = compiler_options(platform(), deterministic=cfg.train.determinism != "none")
+    return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
 def batch_gradient(cfg: Config, params: Decoder, batch: Batch,

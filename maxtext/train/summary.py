@@ -79,9 +79,19 @@ def run_rows(cfg: Config) -> Rows:
         ("updates", f"{t.steps:,} updates, {t.steps * cfg.batch_tokens:,} tokens"),
         ("schedule", f"{s.kind}, warm-up {s.warmup_steps:,}, ends at {cfg.schedule_steps:,}; lr {rates}"),
         ("precision", f"compute {t.compute_dtype}, weights float32, moments {cfg.optim.moments_dtype}"),
+        ("determinism", determinism_row(cfg)),
         ("quantised", quantised_row(cfg)),
         ("optimizer", optimizer_row(cfg)),
     ]
+
+
+def determinism_row(cfg: Config) -> str:
+    """What keeps every bit of the run."""
+    kind, shards = cfg.train.determinism, cfg.virtual_shards
+    if kind != "any_mesh":
+        return {"none": "nothing promised", "same_mesh": "same bits on the same devices and versions"}[kind]
+    return (f"same bits on up to {shards:,} devices: {shards:,} virtual shards of "
+            f"{cfg.train.global_batch // shards:,} sequences, one after another on each device")
 
 
 def quantised_row(cfg: Config) -> str:

@@ -52,6 +52,7 @@ GROUPS = {**MOE, "model__moe__groups": 4, "model__moe__group_top_k": 2}
 LATENT = {"model__latent__kv_rank": 16, "model__qk_norm": "none"}
 YARN = {"model__rope_scaling__kind": "yarn"}
 TWO_STAGES = {"mesh__pipeline": 2, "train__gradient_accumulation_steps": 2}
+ANY_MESH = {"train__determinism": "any_mesh"}
 PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": None, "data__pad_id": None}
 
 
@@ -73,6 +74,16 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({**WINDOWS, "model__layer_pattern": ("full", "full", "full", "window")}, "model.window",
      "none of the 4 layers of model.layer_pattern is a window layer (model.last_layer_full makes the only one full)"),
     ({**WINDOWS, "model__n_layers": 1}, "model.window", "(model.last_layer_full makes the only one full)"),
+    ({"train__virtual_shards": 4}, "train.virtual_shards",
+     "train.virtual_shards 4 is set, but train.determinism none cuts no batch; remove one of them"),
+    ({**ANY_MESH, "train__virtual_shards": 3}, "train.virtual_shards",
+     "train.virtual_shards 3 must be a power of two that divides train.global_batch 8; write 1, 2, 4 or 8"),
+    ({**ANY_MESH, "train__virtual_shards": 16}, "train.virtual_shards", "divides train.global_batch 8; write 1, 2, 4"),
+    ({**ANY_MESH, "optim__kind": "skip_step_muon"}, "optim.kind",
+     "optim.kind skip_step_muon multiplies matrices in groups that depend on the mesh, which train.determinism "
+     "any_mesh cannot allow; write optim.kind: skip_step_adamw, or"),
+    ({**ANY_MESH, **MOE, "model__moe__load_statistics": "batch"}, "model.moe.load_statistics",
+     "train.determinism any_mesh has no order among the parts of a batch; write micro_batch"),
     ({"model__d_ff": None}, "model.d_ff",
      "model.d_ff is null, but every layer is dense; give the hidden width of their feed-forward"),
     ({**MOE, "model__moe__dense_layers": 2}, "model.d_ff",
@@ -392,6 +403,19 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_arithmetic(mes
     ({"data__sequence_length": 16, "model__n_kv_heads": 2, "mesh__context": 8, "mesh__context_strategy": "ulysses"}, 8,
      "mesh.context_strategy", "ulysses shares heads: 2 key/value heads / mesh.tensor 1 = 2, each with 2 query heads, "
      "cannot be split over mesh.context 8; write all_gather or ring"),
+    ({**ANY_MESH, "mesh__tensor": 2}, 2, "mesh.tensor",
+     "mesh.tensor 2 splits single sums, so train.determinism any_mesh allows only mesh.data and mesh.fsdp; set "
+     "mesh.tensor to 1, or write"),
+    ({**ANY_MESH, "mesh__context": 2}, 2, "mesh.context", "mesh.context 2 splits single sums"),
+    ({**ANY_MESH, **MOE, "mesh__expert": 2}, 2, "mesh.expert", "mesh.expert 2 splits single sums"),
+    ({**ANY_MESH, **TWO_STAGES}, 2, "mesh.pipeline", "mesh.pipeline 2 splits single sums"),
+    ({**ANY_MESH, "mesh__data": 3, "mesh__fsdp": 1, "train__global_batch": 24}, 3, "mesh.data",
+     "mesh.data 3 is no power of two, but train.determinism any_mesh adds pairs; set mesh.data to 2 or 4"),
+    ({**ANY_MESH, "mesh__data": 8, "train__global_batch": 24, "train__virtual_shards": 4}, 8, "train.virtual_shards",
+     "4 virtual shards cannot be shared evenly by mesh.data 8 x mesh.fsdp 1 = 8 devices in "
+     "train.gradient_accumulation_steps 1 micro-batches (4 = 8 x 0 + 4); use fewer"),
+    ({**ANY_MESH, "train__global_batch": 12, "train__gradient_accumulation_steps": 3}, 4, "train.virtual_shards",
+     "4 virtual shards (train.global_batch 12 allows no more) cannot be shared evenly by mesh.data 1 x mesh.fsdp 4"),
     ({"train__global_batch": 6, "mesh__data": 2, "mesh__fsdp": 2}, 4, "train.global_batch",
      "which mesh.data 2 x mesh.fsdp 2 = 4 does not divide"),
 ])
@@ -410,6 +434,7 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_named_with_both_keys(change,
     ({"model__n_kv_heads": 2, "mesh__tensor": 2}, 2), ({"train__gradient_accumulation_steps": 8}, 1),
     ({"train__gradient_accumulation_steps": 2}, 4),
     ({"model__n_kv_heads": 2, "mesh__fsdp": 1, "mesh__context": 4, "mesh__context_strategy": "ulysses"}, 4),
+    ({**ANY_MESH, "mesh__data": 4}, 8), ({**ANY_MESH, "train__gradient_accumulation_steps": 4}, 2),
     ({"train__gradient_accumulation_steps": 3}, 8),  # reported by `problems`, once
 ])
 def test_a_mesh_that_fits_has_no_problem(change, n_devices):

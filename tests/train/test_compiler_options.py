@@ -1,5 +1,6 @@
 """Options of the compiler by platform."""
 
+import jax
 import pytest
 
 from maxtext.parallel.compiler import TPU, compiler_options
@@ -10,6 +11,13 @@ pytestmark = pytest.mark.one_pass
 def test_options_are_those_of_the_platform():
     assert compiler_options("tpu") == TPU
     assert compiler_options("cpu") == compiler_options("gpu") == {}
+
+
+def test_a_run_that_must_repeat_its_bits_asks_gpus_for_it():
+    assert compiler_options("gpu", deterministic=True) == {"xla_gpu_deterministic_ops": "True"}
+    assert compiler_options("tpu", deterministic=True) == TPU
+    # Known to XLA on every platform: another name would be an error here.
+    jax.jit(lambda x: x + 1, compiler_options=compiler_options("gpu", deterministic=True)).lower(1.0).compile()
 
 
 def test_what_a_user_sets_stands(monkeypatch):
