@@ -4,7 +4,6 @@ The batch is cut into V virtual shards, runs of B / V rows, whose number does no
 takes a run of V / n shards, one after another, by one program that is the same for any n (`parallel/isolated.py`), with
 whole weights. The gradients of shards are added as one binary tree, first on each device, then between devices
 (`parallel/fixed_sum.py`).
-What a shard is to a router is what a micro-batch is otherwise: its counts are those of a shard.
 
 Each device holds all weights, and the gradients of all of them log2(V / n) + 2 times, in float32; the optimizer's state
 stays shared.

@@ -82,8 +82,8 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
     ({**ANY_MESH, "optim__kind": "skip_step_muon"}, "optim.kind",
      "optim.kind skip_step_muon multiplies matrices in groups that depend on the mesh, which train.determinism "
      "any_mesh cannot allow; write optim.kind: skip_step_adamw, or"),
-    ({**ANY_MESH, **MOE, "model__moe__load_statistics": "batch"}, "model.moe.load_statistics",
-     "train.determinism any_mesh has no order among the parts of a batch; write micro_batch"),
+    ({**ANY_MESH, **MOE}, "model.moe.experts",
+     "model.moe.experts 8: train.determinism any_mesh is not proven for routers; write train.determinism: same_mesh"),
     ({"model__d_ff": None}, "model.d_ff",
      "model.d_ff is null, but every layer is dense; give the hidden width of their feed-forward"),
     ({**MOE, "model__moe__dense_layers": 2}, "model.d_ff",
