@@ -3,8 +3,8 @@
 #   scripts/test.sh [pytest arguments ...]     default: tests -n 2
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
 # TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
-# REAL=1 adds real weights and tasks (290 MB), TPU=1 the compiler for TPUs (213 MB; no TPU is needed). Tests that need what
-# was added cannot be skipped then.
+# REAL=1 adds real weights and tasks (290 MB), TPU=1 the compiler for TPUs (213 MB; no TPU is needed), DATA=1 the libraries of
+# further data sources. Tests that need what was added cannot be skipped then.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -31,7 +31,13 @@ if [ "${TPU:-}" = 1 ]; then
     die "pip could not install libtpu" "leave TPU=1 away: the tests that need it are then skipped"
   needed+=" libtpu"
 fi
-unset TORCH REAL TPU  # tests that run this script decide for themselves
+if [ "${DATA:-}" = 1 ]; then
+  say "adding the libraries of data sources (requirements-data.txt)"
+  "$VENV/bin/python" -m pip install --quiet -r requirements-data.txt || die "pip could not install requirements-data.txt" \
+    "leave DATA=1 away: the tests that need it are then skipped"
+  needed+=" google_crc32c tensorflow_datasets datasets tiktoken"
+fi
+unset TORCH REAL TPU DATA  # tests that run this script decide for themselves
 export MAXTEXT_TESTS_NEED="$needed"  # read by tests/materials.py
 
 say "ruff check"

@@ -5,7 +5,8 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import pytest
+
+from tests.materials import imported
 
 TEXTS = [f"document {i}\r\nline two é \u2028 <|endoftext|>\n" + "word " * i for i in range(20)]
 
@@ -35,7 +36,7 @@ def example(**features: bytes) -> bytes:
 
 
 def tfrecord(records) -> bytes:
-    crc = pytest.importorskip("google_crc32c")
+    crc = imported("google_crc32c")
 
     def masked(data: bytes) -> bytes:
         value = crc.value(data)
@@ -59,8 +60,7 @@ def write_megatron(stem, documents, dtype="<u2", code=8):
 
 def write_tfds(folder: Path) -> Path:
     """A data set of TensorFlow Datasets, with 20 documents in `train` and 3 in `test`, in no order; its folder."""
-    tfds = pytest.importorskip("tensorflow_datasets")
-    pytest.importorskip("importlib_resources")
+    tfds = imported("tensorflow_datasets")
     from tensorflow_datasets.core.dataset_metadata import DatasetMetadata
 
     class Tiny(tfds.core.GeneratorBasedBuilder, skip_registration=True):

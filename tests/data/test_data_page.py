@@ -8,6 +8,7 @@ import pytest
 
 from maxtext import cli
 from tests.data.record_files import TEXTS, example, jsonl, rows, tfrecord, write_megatron, write_tfds
+from tests.materials import imported
 from tests.page_commands import ROOT, mentioned, shown
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -42,7 +43,7 @@ def write(folder, line: str) -> None:
     elif path.name == "1.0.0#train":
         assert write_tfds(folder) == folder / "tiny" / "1.0.0"
     elif path.name == "saved#train":
-        datasets = pytest.importorskip("datasets")
+        datasets = imported("datasets")
         datasets.DatasetDict(train=datasets.Dataset.from_list(rows())).save_to_disk(folder / "saved")
     else:
         assert path.name == "corpus.bin"

@@ -24,6 +24,7 @@ from maxtext.data.piecework import cut
 from maxtext.data.prepare import Options, prepare
 from maxtext.data.tokenizer import load_tokenizer
 from maxtext.data.tokens import resolve
+from tests.materials import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 # A preparation in a process of its own, whose pieces are small; `slow` waits in each piece that is written.
@@ -221,7 +222,7 @@ def _byte_level() -> str:
 
 
 def test_tiktoken_by_name_is_kept_whole(tmp_path, monkeypatch):
-    tiktoken = pytest.importorskip("tiktoken")
+    tiktoken = imported("tiktoken")
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
     encoding = tiktoken.Encoding("tiny", pat_str=r"\s?\w+|\s+|[^\s\w]+", mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": 100257})

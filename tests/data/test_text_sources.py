@@ -14,6 +14,7 @@ from maxtext.data.prepare import run
 from maxtext.data.text_records import parse_example
 from maxtext.data.text_source import Bad
 from tests.data.record_files import TEXTS, example, field, jsonl, rows, tfrecord, varint, write_megatron, write_tfds
+from tests.materials import imported
 
 BOM = b"\xef\xbb\xbf"
 
@@ -214,7 +215,7 @@ def test_megatron_pairs_keep_their_tokens(tmp_path, capsys, dtype, code):
 
 
 def test_hugging_face_folder(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    datasets = imported("datasets")
     table = datasets.Dataset.from_list(rows())
     datasets.DatasetDict(train=table, test=table.select(range(3))).save_to_disk(tmp_path / "set")
     table.save_to_disk(tmp_path / "one")
