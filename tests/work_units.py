@@ -14,7 +14,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 CASES = "tests/oracles/test_cases.py"
 # Beginnings of units that take long, the longest first.
-LONG = ("tests/end_to_end/test_quickstart", "tests/elastic/test_drills", "tests/train/test_step",
+LONG = ("tests/plan/test_compiled_targets", "tests/end_to_end/test_quickstart", "tests/elastic/test_drills",
+        "tests/train/test_determinism", "tests/test_faults", "tests/train/test_step",
         "tests/end_to_end/test_resume", "tests/end_to_end/", "tests/oracles/", "tests/model/", "tests/convert/",
         "tests/generate/", "tests/eval/", "tests/train/", "tests/checkpoint/")
 
