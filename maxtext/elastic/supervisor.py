@@ -142,8 +142,9 @@ class Supervisor:
             if code == DONE:
                 self._finished[worker] = time.monotonic()
             elif code in (MISTAKE, FAILED):
-                words = self.control.outcome_of(worker)
-                print("the worker gave no reason" if words is None else words["error"], file=sys.stderr)
+                if self._code is None:  # all of them say the same
+                    words = self.control.outcome_of(worker)
+                    print("the worker gave no reason" if words is None else words["error"], file=sys.stderr)
                 self._code = code
             else:
                 self._died(worker, process, code)
