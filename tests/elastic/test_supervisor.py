@@ -125,7 +125,7 @@ def test_deaths_at_one_moment_are_one_generation_and_all_grow_back(watch):
     assert one.groups()[1] == [1], "not first without 0, which would wait for 2"
     deaths = one.events("death")[:2]
     assert sorted(event["worker"] for event in deaths) == [0, 2]
-    # 0.01 and 0.1 s on a machine that has nothing else to do; by heartbeats it would be 0.6 s and more, several times over.
+    # 0.01 and 0.1 s on a machine that has nothing else to do; by heartbeats it would be 0.6 s and more.
     assert max(event["monotonic"] for event in deaths) - at < 0.5
     assert one.events("opened")[1]["monotonic"] - at < 2.0
     one.wait(lambda: len(one.groups()[-1]) == 3)
