@@ -21,7 +21,7 @@ from maxtext.checkpoint import integrity
 from maxtext.config.schema import Config
 from maxtext.config.validate import AXES
 from maxtext.data.batch import Batch
-from maxtext.parallel.host_memory import lies_on_host
+from maxtext.parallel.host_memory import on_devices
 from maxtext.parallel.sharding import sharding
 from maxtext.train.state import TrainState, abstract_state
 from maxtext.train.step import batch_gradient
@@ -36,7 +36,8 @@ class Comparison:
     def __init__(self, cfg: Config, mesh: Mesh) -> None:
         self._mesh, self._calls = mesh, 0
         train = dataclasses.replace(cfg.train, global_batch=1, gradient_accumulation_steps=1)
-        self._cfg = dataclasses.replace(cfg, train=train, mesh=type(cfg.mesh)(), data=cfg.data)
+        optim = dataclasses.replace(cfg.optim, offload="none", offload_weights="none")  # a device has all it works with
+        self._cfg = dataclasses.replace(cfg, train=train, mesh=type(cfg.mesh)(), optim=optim)
         self._local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
         self._gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._sums = replica_sums(mesh)
@@ -49,9 +50,9 @@ class Comparison:
     def replicas(self, state: PyTree) -> str | None:
         """Whether devices that hold the same part of an array hold the same bits. The same answer in every process."""
         for name, leaf in integrity.named_leaves(state).items():
-            if lies_on_host(leaf) or not isinstance(leaf.sharding, NamedSharding) or leaf.size == 0:
+            if not isinstance(leaf.sharding, NamedSharding) or leaf.size == 0:
                 continue
-            sums = np.asarray(jax.device_get(self._sums(leaf)))  # mesh sizes, 2
+            sums = np.asarray(jax.device_get(self._sums(on_devices(leaf))))  # mesh sizes, 2
             for group in _replica_groups(self._mesh, leaf.sharding.spec):
                 found = [tuple(map(int, sums[where])) for where in group]
                 if len(set(found)) > 1:
@@ -65,7 +66,7 @@ class Comparison:
             return None
         first, self._calls = self._calls % len(self._local), self._calls + 1
         devices = [self._local[(first + i) % len(self._local)] for i in range(min(3, len(self._local)))]
-        whole, row = self._gather(params), jax.tree.map(_first_row, batch)
+        whole, row = self._gather(on_devices(params)), jax.tree.map(_first_row, batch)
         found = {device: self._on(device, whole, row) for device in devices[:2]}
         if len(set(found.values())) == 1:
             return None

@@ -10,12 +10,11 @@ its continuation can write the line that is missing from metrics.jsonl, with its
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,7 +31,7 @@ from maxtext.data.pipeline import make_batches
 from maxtext.data.tokens import ResolvedData, resolve
 from maxtext.eval.evaluations import Evaluations
 from maxtext.model.choose_mesh import settled
-from maxtext.model.cost import count_params, flops_per_token, peak_flops
+from maxtext.model.cost import count_params
 from maxtext.parallel.host_memory import on_devices
 from maxtext.parallel.launch import describe
 from maxtext.parallel.mesh import make_mesh
@@ -42,12 +41,13 @@ from maxtext.parallel.sharding import sharding
 from maxtext.train.attendance import Attendance, MembersChanged
 from maxtext.train.clock import Clock, Phases
 from maxtext.train.conditions import check_conditions, conditions
-from maxtext.train.console import Console, host_memory_gib
+from maxtext.train.console import Console
 from maxtext.train.corruption import Comparison
 from maxtext.train.expert_loads import ExpertLoads
 from maxtext.train.guard import GoBack, Guard, Skips, leave_branch
 from maxtext.train.ledger import Ledger
 from maxtext.train.metrics import MetricsWriter, last_step
+from maxtext.train.records import Record, router_record, step_record
 from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
 from maxtext.train.state import TrainState, init_state
@@ -56,8 +56,6 @@ from maxtext.train.stop import MEMBERS, Votes
 from maxtext.train.summary import kernels_in_use, start_summary
 from maxtext.train.warm_start import warm_start
 from maxtext.train.watchdog import Watchdog
-
-Record = dict[str, float]
 
 
 class TrainingError(RuntimeError):
@@ -137,10 +135,16 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
         stopper.trouble = lambda: _trouble(cfg, checkpoints, lease)
         ledger.begin(cfg.train.steps, mesh.size)
         data = resolve(cfg)
+        setting = Setting(cfg, config_text, data, mesh, checkpoints, console, clock, attendance, journal, lease, phases,
+                          ledger)
+        processes = [("processes", describe(found))] if found is not None else []
+        tell = attendance.first
         while True:
-            run = Run(cfg, config_text, data, mesh, checkpoints, newest, console, clock, attendance, journal, why_mesh,
-                      found, lease, phases, ledger)
+            run = Run(setting, newest)
             try:
+                if tell:
+                    rows, tell = start_summary(cfg, mesh, run.batches.describe(), data.eval_sets, why_mesh), False
+                    console.table(f"Run {cfg.run_name}", processes + rows)
                 outcome = run.loop(Votes(stopper, mesh))
                 ledger.write("stop", step=outcome.step, why=outcome.stopped_by or "complete")
                 return outcome
@@ -166,16 +170,43 @@ def _trouble(cfg: Config, checkpoints: Checkpoints, lease: Lease | None) -> str 
         if stale > cfg.checkpoint.stale_seconds else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a run keeps when it goes back to an earlier checkpoint: what it is, where it runs, what watches it."""
+
+    cfg: Config
+    config_text: str
+    data: ResolvedData
+    mesh: Mesh
+    checkpoints: Checkpoints
+    console: Console
+    clock: Clock
+    attendance: Attendance
+    journal: Journal
+    lease: Lease | None
+    phases: Phases
+    ledger: Ledger
+
+
+class Unread(NamedTuple):
+    """An update that was dispatched and whose metrics are not read yet."""
+
+    step: int
+    metrics: StepMetrics
+    wait_seconds: float  # for its batch
+    seconds: float | None  # that it took; None: it is still being computed
+
+
 class Run:
     """The live objects of a run, and the few things that are done with them between updates."""
 
-    def __init__(self, cfg: Config, config_text: str, data: ResolvedData, mesh: Mesh, checkpoints: Checkpoints,
-                 newest: int, console: Console, clock: Clock, attendance: Attendance, journal: Journal,
-                 why_mesh: Sequence[str], found: str | None, lease: Lease | None, phases: Phases,
-                 ledger: Ledger) -> None:
+    def __init__(self, setting: Setting, newest: int) -> None:
         """Restores the newest good checkpoint, or initialises the state, and opens the files of the run."""
-        self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, clock
-        self.attendance, self.lease, self.phases, self.ledger = attendance, lease, phases, ledger
+        cfg, mesh, data, journal = setting.cfg, setting.mesh, setting.data, setting.journal
+        checkpoints, console, attendance, phases = (setting.checkpoints, setting.console, setting.attendance,
+                                                    setting.phases)
+        self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, setting.clock
+        self.attendance, self.lease, self.phases, self.ledger = attendance, setting.lease, phases, setting.ledger
         self.batches = make_batches(cfg, data, sharding(mesh, "batch", None), journal)
         self.guard = Guard(cfg.guard, checkpoints, self.batches)
         self.step, self.record, self.saved = 0, Record(), newest
@@ -205,7 +236,7 @@ class Run:
         # Without a checkpoint nothing of an earlier attempt counts, not even its line of update 0.
         kept, primary = -1 if restored is None else self.step, jax.process_index() == 0
         phases.update = self.step
-        ledger.lost(kept)
+        self.ledger.lost(kept)
         self.comparison, self.compared_at = Comparison(cfg, mesh), self.step
         self.samples: Samples | None = None
         if cfg.generate.prompts:
@@ -213,13 +244,9 @@ class Run:
         os.makedirs(cfg.run_dir, exist_ok=True)
         if primary:
             with open(os.path.join(cfg.run_dir, "config.yml"), "w") as file:
-                file.write(config_text)
+                file.write(setting.config_text)
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=primary)
         self.loads = ExpertLoads(cfg.run_dir, cfg, resume_step=kept, primary=primary)
-        processes = [] if found is None else [("processes", describe(found))]
-        if attendance.first:
-            rows = start_summary(cfg, mesh, self.batches.describe(), data.eval_sets, why_mesh)
-            console.table(f"Run {cfg.run_name}", processes + rows)
 
     def loop(self, votes: Votes) -> Outcome:
         cfg, self.votes = self.cfg, votes
@@ -227,7 +254,7 @@ class Run:
         if self.step > self.saved and self.step and self._due(cfg.checkpoint.every):
             self._save(wait=False)  # what memory restored, and a fault kept from the disk
         step_fn = self._compile() if self.step < cfg.train.steps else None
-        unread: tuple[int, StepMetrics, float] | None = None
+        unread: Unread | None = None
         stopped_by = votes.reason()
         while step_fn is not None and self.step < cfg.train.steps and not stopped_by:
             self.attendance.check()
@@ -237,9 +264,12 @@ class Run:
             self.step += 1
             self.attendance.progress(self.step)
             self.phases.progress(self.step)
-            previous, unread = unread, (self.step, metrics, self.batches.last_wait_seconds)
+            previous, seconds = unread, None
+            if self.state.step.is_ready() and (previous is None or previous.seconds is not None):
+                seconds = self.clock.lap()  # a dispatch that computes, as on CPUs: what comes now is of the next update
+            unread = Unread(self.step, metrics, self.batches.last_wait_seconds, seconds)
             if previous is not None:
-                self._write(previous[0], self._read(*previous))
+                self._write(previous.step, self._read(previous))
             stopped_by = votes.reason()
             save = self._due(cfg.checkpoint.every) or votes.retry(self.checkpoints.retry_due)
             evaluate = self._due(cfg.eval.every, cfg.eval.at_end)
@@ -247,7 +277,7 @@ class Run:
             snapshot = leave or self.attendance.snapshot_due(cfg, self.step)
             compare = self._due(cfg.guard.compare_devices_every, at_end=False)
             if save or evaluate or sample or snapshot or compare or stopped_by:
-                self.record, unread = self._read(*unread), None
+                self.record, unread = self._read(unread), None
                 kept = snapshot and self._snapshot(wait=leave)
                 if compare:
                     self._compare_devices(batch)
@@ -308,20 +338,20 @@ class Run:
             self._save(wait=False)
         self._write(self.step, self.record)
 
-    def _read(self, step: int, metrics: StepMetrics, wait_seconds: float) -> Record:
+    def _read(self, unread: Unread) -> Record:
         """Waits for an update and turns its metrics into OLMo-core's names."""
-        read = self.attendance.fetch(metrics)
+        step, read = unread.step, self.attendance.fetch(unread.metrics)
         router = read.pop("router", None)
         self.votes.hear(read.pop("vote", np.int32(0)).item())
         values = {name: value.item() for name, value in read.items()}
-        seconds = self.clock.lap()
+        seconds = self.clock.lap() if unread.seconds is None else unread.seconds
         if values["skipped"]:
             self.ledger.write("skip", step=step)
         if hopeless := self.guard.observe(step, values):
             raise TrainingError(f"{hopeless} Lower optim.lr or raise schedule.warmup_steps, look at the batch of "
                                 f"update {step}, or go back by removing the newest checkpoints in "
                                 f"{self.cfg.run_dir}/checkpoints.")
-        record = step_record(self.cfg, step, values, seconds, wait_seconds, self.mesh)
+        record = step_record(self.cfg, step, values, seconds, unread.wait_seconds, self.mesh)
         if router is None:
             return record
         self.loads.write(step, router["load"])
@@ -383,53 +413,3 @@ class Run:
         self.writer.write(step, record | self.clock.take_apart())
         if "train/CE loss" in record and (step % self.cfg.log.every == 0 or step == self.cfg.train.steps):
             self.console.step(step, self.cfg.train.steps, record)
-
-
-def step_record(cfg: Config, step: int, values: dict[str, float], seconds: float, wait_seconds: float,
-                mesh: Mesh) -> Record:
-    """The metrics of one update under OLMo-core's names; seconds are of this update alone."""
-    devices = mesh.size
-    per_device = cfg.batch_tokens / seconds / devices
-    record = {
-        "train/CE loss": values["cross_entropy"],
-        "train/Z loss": values["squared_log_z"] * cfg.train.z_loss,
-        "train/Z loss unscaled": values["squared_log_z"],
-        "train/masked labels (%)": 1 - values["targets"] / cfg.batch_tokens,
-        "train/masked instances (%)": values["rejected"] / cfg.train.global_batch,
-        "optim/total grad norm": values["grad_norm"],
-        "optim/LR (group 0)": values["learning_rate"],
-        "optim/LR (group 1)": values["learning_rate"],
-        "optim/step skipped": values["skipped"],
-        "throughput/device/TPS": per_device,
-        "throughput/device/data loading (s)": wait_seconds,
-        "throughput/device/data loading (%)": 100 * wait_seconds / seconds,
-        "throughput/total tokens": step * cfg.batch_tokens,
-        "data/fingerprint": values["fingerprint"],
-        "time/step (s)": seconds,
-        "memory/host (GiB)": host_memory_gib(),
-    }
-    if cfg.optim.uses_muon and cfg.optim.muon.matrix_lr is not None:
-        record["optim/LR (Muon)"] = values["learning_rate"] * cfg.optim.muon.matrix_lr / cfg.optim.lr
-    if values["cross_entropy"] < 10:  # as the reference: a larger one says nothing
-        record["train/PPL"] = math.exp(values["cross_entropy"])
-    peak = peak_flops(mesh.devices.flat[0].device_kind)
-    if peak is not None:
-        flops = flops_per_token(cfg.model, cfg.data.sequence_length)
-        record["throughput/device/MFU"] = 100 * per_device * flops / peak
-    return record
-
-
-def router_record(cfg: Config, router: Mapping[str, np.ndarray]) -> Record:
-    """The metrics of the routers under OLMo-core's names: of each layer, and of all (the worst, or the sum)."""
-    moe, layers = cfg.model.moe, [i for i, routed in enumerate(cfg.model.routed_layers) if routed]
-    weights = {"load balancing loss": ("load_balance", moe.load_balance_loss), "router Z loss": ("z_loss", moe.z_loss)}
-    columns = {"load imbalance": router["imbalance"], "router entropy": router["entropy"]}
-    if moe.capacity_factor is not None:
-        columns["dropped assignments (%)"] = 100 * router["dropped"]
-    for name, (key, weight) in weights.items():
-        columns[name] = router[key] * weight / cfg.model.n_layers
-        columns[f"{name} unscaled"] = router[key]
-    record = {f"train/block {layer:02d}/{name}": float(column[i]) for i, layer in enumerate(layers)
-              for name, column in columns.items()}
-    overall = {"load imbalance": np.max, "router entropy": np.mean, "dropped assignments (%)": np.mean}
-    return record | {f"train/{name}": float(overall.get(name, np.sum)(column)) for name, column in columns.items()}

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext.parallel.host_memory import HOST, on_devices
 from maxtext.train import corruption, loop
 from maxtext.train.corruption import Comparison
 from maxtext.train.loop import Outcome, TrainingError, train
@@ -79,6 +80,21 @@ def test_a_device_that_computes_something_else_is_found(compared, monkeypatch: p
         found = [comparison.gradient(state.params, batch) for _ in range(mesh.size)]
     assert [one for one in found if one] == [
         f"device {broken.id} (cpu, process 0) has another gradient of the same row than its peers"] * 2
+
+
+def test_what_lies_in_the_memory_of_hosts_is_compared_too():
+    cfg = tiny_config()
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, data=4), optim=dataclasses.replace(
+        cfg.optim, offload="host", offload_weights="host"))
+    mesh = mesh_of((4, 1, 1))
+    with jax.set_mesh(mesh):
+        comparison, state, batch = Comparison(cfg, mesh), init_state(cfg), place(random_batch(cfg), mesh)
+        assert comparison(state, batch) is None
+        embed = state.params.embed
+        assert embed.sharding.memory_kind == HOST
+        wrong = jax.device_put(flipped(on_devices(embed), mesh.devices.flat[1]), embed.sharding)
+        found = comparison(state.replace(params=state.params.replace(embed=wrong)), batch)
+    assert found == "device 1 (cpu, process 0) has other bits of params.embed than its copies"
 
 
 @pytest.mark.one_pass

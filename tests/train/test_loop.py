@@ -73,6 +73,22 @@ def test_metrics_are_read_after_the_next_update_is_dispatched(runs: Runs, monkey
     assert early == {5, 10, 12}
 
 
+def test_each_update_has_its_own_seconds_where_a_dispatch_computes(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    """As on CPUs; an update that is read at once, before an evaluation, had nearly none, and the one before it two."""
+    def slow(step: Any) -> Any:
+        def dispatch(*arguments: Any) -> Any:
+            time.sleep(0.1)
+            return jax.block_until_ready(step(*arguments))
+        return dispatch
+
+    change_step(monkeypatch, slow)
+    cfg = runs.config("run", "train.steps=8", "eval.every=3", "checkpoint.every=4")
+    assert train(cfg, devices=ONE) == Outcome(8)
+    seconds = [line["time/step (s)"] for line in lines(cfg) if "time/step (s)" in line]
+    assert len(seconds) == 8
+    assert min(seconds) >= 0.1, seconds
+
+
 def test_the_step_compiles_once_a_process(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Over epochs, evaluations, saves, and from a resume on; after the first of each nothing compiles any more."""
     compiled: list[str] = []
