@@ -112,8 +112,7 @@ def _target_logit(logits_CV: jax.Array, targets_C: jax.Array, is_target_CV: jax.
 
 def _whole(w_DV: jax.Array, dtype: jnp.dtype, axes: Axes) -> jax.Array:
     """All rows of the head, in the dtype of the matmul."""
-    w_DV = w_DV.astype(dtype)
-    return all_gather(w_DV, axes.width, 0) if axes.width else w_DV
+    return all_gather(w_DV.astype(dtype), axes.width, 0)
 
 
 def _chunks(arrays: tuple[jax.Array, ...], chunk: int) -> tuple[jax.Array, ...]:
@@ -158,8 +157,7 @@ def _forward(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: 
     dx_ND = dx.reshape(-1, dx.shape[-1])[: x_ND.shape[0]]
     if axes.vocab:
         dx_ND = jax.lax.psum(dx_ND, axes.vocab)
-    if axes.width:
-        dw_DV = psum_scatter(dw_DV, axes.width, 0)
+    dw_DV = psum_scatter(dw_DV, axes.width, 0)
     if replicated := tuple(axis for axis in axes.tokens if axis not in axes.width):
         dw_DV = jax.lax.psum(dw_DV, replicated)
     assert dw_DV.shape[0] == rows

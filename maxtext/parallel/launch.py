@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+
+from maxtext.parallel.exchange import all_values
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # What each scheduler tells a process about the size of its job, and what it tells only those that it started: the shell
@@ -90,7 +91,7 @@ def describe(found: str) -> str:
     mine = np.zeros(65, np.uint8)
     name = socket.gethostname().encode()[:64]
     mine[: len(name)], mine[64] = np.frombuffer(name, np.uint8), min(jax.local_device_count(), 255)
-    rows = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 65)
+    rows = all_values(mine)
     hosts: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         hosts.setdefault(bytes(row[:64]).rstrip(b"\0").decode(errors="replace"), []).append(index)

@@ -103,7 +103,7 @@ def sharding(mesh: Mesh, *dims: str | None) -> NamedSharding:
     return NamedSharding(mesh, spec(*dims, sizes=mesh.shape))
 
 
-def gather(weight: jax.Array, *dims: str | None, whole: tuple[str, ...] = ("embed", "expert_embed"),
+def gather(weight: jax.Array, *dims: str | None, whole: tuple[str, ...] = ("embed",),
            quantized: bool = False) -> jax.Array:
     """A weight made whole over its width, ready for a matmul (an all-gather; its transpose a reduce-scatter).
 

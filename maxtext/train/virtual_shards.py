@@ -14,12 +14,12 @@ Dims: B sequences of the global batch, V virtual shards, n devices.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxtext.config.determinism_rules import SHARED_AXES
 from maxtext.config.schema import Config
 from maxtext.data.batch import Batch
 from maxtext.kernels.cross_entropy import Losses
@@ -30,8 +30,6 @@ from maxtext.parallel.fixed_sum import sum_of_parts, sum_of_vector, sum_over
 from maxtext.parallel.isolated import AXIS, blocks_of, isolated, shared_dim
 from maxtext.parallel.sharding import spec
 
-AXES = ("data", AXIS)  # that share the batch; all others have one device
-
 Sums = tuple[Decoder, Losses, RouterStats | None]
 
 
@@ -41,7 +39,7 @@ def gradient_of_shards(cfg: Config, params: Decoder, batch: Batch, counted: jax.
     Args:
       params: laid out on the current mesh as declared. The gradient comes back in the same layout, float32.
     """
-    count = cfg.virtual_shards // _devices()
+    count = cfg.virtual_shards // jax.sharding.get_abstract_mesh().size
     layouts = jax.tree.map(lambda w: jax.typeof(w).sharding.spec, params)
     whole = jax.tree.map(lambda w: jax.sharding.reshard(w, PartitionSpec()), params)
 
@@ -56,8 +54,8 @@ def gradient_of_shards(cfg: Config, params: Decoder, batch: Batch, counted: jax.
             return isolated(functools.partial(_gradient, cfg), counted != 0, whole, own, counted)
 
         grads, losses, stats = sum_of_parts(shard, count)
-        grads = jax.tree.map(lambda g, layout: sum_over(g, AXES, _scattered(layout)), grads, layouts)
-        return grads, *jax.tree.map(lambda x: sum_over(x, AXES), (losses, stats))
+        grads = jax.tree.map(lambda g, layout: sum_over(g, SHARED_AXES, _scattered(layout)), grads, layouts)
+        return grads, *jax.tree.map(lambda x: sum_over(x, SHARED_AXES), (losses, stats))
 
     return local(whole, batch.replace(rejected_B=None), counted)
 
@@ -106,11 +104,6 @@ def _sum_of_squares(g: jax.Array, dim: int | None, most: int, runs: jax.Array) -
 
     sums = jax.lax.scan(block, None, jnp.arange(blocks))[1]
     return sum_of_vector(jax.lax.all_gather(sums, AXIS, tiled=True))
-
-
-def _devices() -> int:
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return math.prod(sizes[axis] for axis in AXES)
 
 
 def _scattered(layout: PartitionSpec) -> tuple[str, int] | None:
