@@ -1,15 +1,19 @@
-"""Files that are worked out once, kept under the output folder, and memory-mapped by every process that reads them."""
+"""Files that are worked out once, kept under the output folder, and memory-mapped by every process that reads them.
+
+Each is written whole or not at all, as are the files of a data set that is being prepared.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
+from maxtext.config.reason import reason
 from maxtext.data import DataError
 
 Opened = TypeVar("Opened")
@@ -30,7 +34,7 @@ def open_or_make(path: Path, opened: Callable[[Path], Opened | None], write: Cal
     with _locked(path):
         result = opened(path)
         if result is None:
-            _write_atomically(path, write)
+            write_whole(path, write)
             result = opened(path)
     if result is None:
         raise DataError(f"{path}: was written but is not whole; is the disk full?")
@@ -47,15 +51,21 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """A file that is there whole or not at all.
+
+    Raises:
+      DataError: it cannot be written.
+    """
+    # By chance and not by process id, which hosts that share the folder may have in common.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise DataError(f"{path}: cannot write ({error.strerror or error})") from error
+        raise DataError(f"{path}: cannot write ({reason(error)})") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from maxtext.config.reason import reason
 from maxtext.data import DataError
 from maxtext.data.text_datasets import dataset_units, is_hf, is_tfds, read_hf, read_tfds
 from maxtext.data.text_files import (
@@ -37,6 +38,7 @@ STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", 
                              "pydoc_data", "__pycache__", "__phello__"})
 STDLIB_FILE_BYTES = 200_000
 STDLIB_TOTAL_BYTES = 10_000_000
+
 
 def python_corpus() -> list[Source]:
     """The built-in corpus `python`: `code` (standard-library sources) and `prose` (the topics of `help()`)."""
@@ -98,7 +100,9 @@ def open_source(name: str, path: str | Path, key: str = "text") -> Source:
     Raises:
       DataError: nothing is there, or it is of another kind.
     """
-    text, _, split = str(path).partition("#")
+    text, split = str(path), ""
+    if "#" in text and not os.path.exists(text):  # a name may have a # of its own
+        text, _, split = text.rpartition("#")
     path = Path(text)
     where = f"--source {name}={path}"
     if path.is_dir():
@@ -126,9 +130,16 @@ def open_source(name: str, path: str | Path, key: str = "text") -> Source:
 
 
 def read_units(units: Iterable[Unit], domain: str) -> Iterator[Document | Bad]:
-    """The documents of units, in the same order every time, and the records that are none."""
+    """The documents of units, in the same order every time, and the records that are none.
+
+    Raises:
+      DataError: a unit cannot be read.
+    """
     for unit in units:
-        yield from READERS[unit.kind](unit, domain)
+        try:
+            yield from READERS[unit.kind](unit, domain)
+        except OSError as error:
+            raise DataError(f"{unit.path}: cannot read ({reason(error)})") from error
 
 
 def read_source(source: Source) -> Iterator[Document]:

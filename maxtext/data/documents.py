@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -98,7 +99,7 @@ def read_companion(path: str, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     name, data = companion(path), _companion_bytes(path)
     try:
         fields = [line.split(",", 2)[:2] for line in gzip.decompress(data).decode("utf-8").splitlines()]
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{name}: cannot be decompressed ({reason(error)})") from error
     try:
         bounds = np.array([(int(start), int(end)) for start, end in fields], np.int64).reshape(-1, 2)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxtext.data import DataError
-from maxtext.data.piecework import Piece, each, write_whole
+from maxtext.data.cache import write_whole
+from maxtext.data.piecework import Piece, each
 from maxtext.data.scan import PARTS, Scan, digest_of
 from maxtext.data.text_source import Bad, Document
 from maxtext.data.tokenizer import Tokenizer, load_tokenizer

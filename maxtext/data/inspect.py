@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,6 @@ from maxtext.config.reason import reason
 from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
 from maxtext.data import DataError, storage
-from maxtext.data.batch import make_batch
 from maxtext.data.documents import companion
 from maxtext.data.order import GlobalOrder
 from maxtext.data.preflight import read_tokens
@@ -50,7 +50,7 @@ def document_rows(path: str) -> tuple[list[int], list[tuple[int, int, str, str, 
         text = gzip.decompress(storage.read(name, 0, storage.size(name))).decode("utf-8")
         rows = [(int(row[0]), int(row[1]), *[*row[2:4], "", ""][:2], int(row[4]) if len(row) > 4 else 0)
                 for row in csv.reader(io.StringIO(text, newline=""))]
-    except (OSError, EOFError, ValueError, IndexError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, IndexError) as error:
         raise DataError(f"{name}: lines must be start,end,id,src,loc ({reason(error)})") from error
     return [row[0] for row in rows], rows
 
@@ -80,6 +80,8 @@ def inspect(cfg: Config, step: int, row: int | None = None) -> dict[str, Any]:
 
 def _row(data: ResolvedData, reader: Reader, rules: RowRules, tokenizer: Tokenizer | None,
          instance: int) -> dict[str, Any]:
+    from maxtext.data.batch import make_batch  # here, because it imports jax, which takes seconds
+
     ids = np.array([instance])
     read = rules.rows(reader.read(ids), reader.lengths(ids))
     reader.check(read["tokens"], ids)
@@ -117,11 +119,11 @@ def _documents(data: ResolvedData, pieces: Sequence[tuple[str, int, int]],
             place = bisect.bisect_right(starts, start + begin) - 1
             if place >= 0 and start + begin < rows[place][1]:
                 first, last, name, file, line = rows[place]
-                before = read_tokens(path, data.dtype, first, start + begin - first)
                 found |= {"name": name, "from": f"{file}:{line}",
                           "document_tokens": [start + begin - first, start + end - first],
                           "document_length": last - first}
                 if data.token_bytes is not None:
+                    before = read_tokens(path, data.dtype, first, start + begin - first)
                     sizes = data.token_bytes.astype(np.int64)
                     skipped = int(sizes[before].sum())
                     found["text_bytes"] = [skipped, skipped + int(sizes[tokens[begin:end]].sum())]

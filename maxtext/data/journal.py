@@ -57,7 +57,6 @@ class Journal:
                 raise DataError(f"the journal of the run cannot be read: {placed(error)}") from None
             for line in lines:
                 self._take(_parsed(line))
-        self.jumps.sort(key=lambda jump: jump.first)
 
     def jump(self, jump: Jump) -> None:
         """Decides to pass over batches."""

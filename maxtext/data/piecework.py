@@ -19,9 +19,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from maxtext.config.reason import reason
 from maxtext.data import DataError
 from maxtext.data.corpus import read_units
 from maxtext.data.reader import begin_worker
@@ -64,11 +63,13 @@ def cut(sources: Sequence[Source]) -> list[Piece]:
     pieces: list[Piece] = []
     for source in sources:
         gathered: list[Unit] = []
+        size = 0
         for place, unit in enumerate(source.units):
             gathered.append(unit)
-            if sum(unit.size for unit in gathered) >= UNIT_BYTES or place == len(source.units) - 1:
+            size += unit.size
+            if size >= UNIT_BYTES or place == len(source.units) - 1:
                 pieces.append(Piece(len(pieces), source.name, tuple(gathered)))
-                gathered = []
+                gathered, size = [], 0
     return pieces
 
 
@@ -159,20 +160,3 @@ def workshop(out: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """A file that is there whole or not at all.
-
-    Raises:
-      DataError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot write ({reason(error)})") from error

@@ -1,8 +1,8 @@
 """`maxtext data prepare`: text to a tokenizer and token files, split into train and held-out.
 
-The texts are read twice (`scan.py`: to hash and split; `encode.py`: to write), in pieces, by several processes; a
-killed run goes on where it was. The result has no clock, path or host in it: the same texts and options give the same
-bytes.
+The texts are read twice (`scan.py`: to hash and split; `encode.py`: to write), in pieces, by several processes, and
+once in between when a tokenizer is trained; a killed run goes on where it was. The result has no clock, path or host
+in it: the same texts and options give the same bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.config.reason import placed
 from maxtext.data import DataError
+from maxtext.data.cache import write_whole
 from maxtext.data.corpus import open_source, python_corpus
 from maxtext.data.encode import Encoding, encode_all, gather, kept_documents
 from maxtext.data.manifest import DTYPES, FORMAT, NAME, VERSION, read_manifest, smallest_dtype
-from maxtext.data.piecework import cut, workshop, write_whole
+from maxtext.data.piecework import cut, workshop
 from maxtext.data.scan import Scan, scan_all, workers_for
 from maxtext.data.text_source import Source, name_hash
 from maxtext.data.tokenizer import load_tokenizer, train_sentencepiece
@@ -222,8 +224,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
         manifest, written = prepare(options)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (DataError, OSError) as error:
+        print(f"error: {placed(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

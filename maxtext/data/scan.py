@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from maxtext.data import DataError
-from maxtext.data.piecework import Piece, each, write_whole
+from maxtext.data.cache import write_whole
+from maxtext.data.piecework import Piece, each
 from maxtext.data.text_source import Bad, Document, Source, name_hash
+from maxtext.data.tokenizer import cpu_count
 
 # Documents fall by hash(SPLIT_SALT + domain + name). This salt gives the built-in corpus, whose documents are few and
 # of very unequal length, held-out sets of those sizes in which no single document is half of the text.
@@ -181,5 +182,4 @@ def scan_all(sources: Sequence[Source], pieces: Sequence[Piece], heldout: dict[s
 
 def workers_for(pieces: Sequence[Piece], wanted: int | None) -> int:
     """Processes to work with: as asked for, else one a CPU, and never more than pieces."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(wanted or cpus, len(pieces)))
+    return max(1, min(wanted or cpu_count(), len(pieces)))

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,30 +29,28 @@ def read_utf8(path: Path) -> str:
     Raises:
       DataError: file, line and byte that is not UTF-8.
     """
-    data = _bytes_of(path)
+    text = _decoded(path)
+    if isinstance(text, Bad):
+        raise DataError(f"{text.where}: {text.why}")
+    return text
+
+
+def _decoded(path: Path) -> str | Bad:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot read ({reason(error)})") from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        message = f"{path}:{line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8"
-        raise DataError(message) from error
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot read ({error.strerror})") from error
+        return Bad(f"{path}:{line}", f"byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8")
 
 
 def read_text(unit: Unit, domain: str) -> Iterator[Document | Bad]:
     """A text file as one document."""
-    data = _bytes_of(Path(unit.path))
-    try:
-        yield Document(unit.name, data.decode("utf-8"), domain, unit.name)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        yield Bad(f"{unit.path}:{line}", f"byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8")
+    text = _decoded(Path(unit.path))
+    yield text if isinstance(text, Bad) else Document(unit.name, text, domain, unit.name)
 
 
 def read_blocks(unit: Unit, domain: str) -> Iterator[Document | Bad]:
@@ -115,7 +114,7 @@ def read_jsonl(unit: Unit, domain: str) -> Iterator[Document | Bad]:
                     line = line.removeprefix(BOM)
                 if line.strip():
                     yield _line_document(line, unit, number, domain)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot read ({reason(error)})") from error
 
 
@@ -138,6 +137,8 @@ def _line_document(line: bytes, unit: Unit, number: int, domain: str) -> Documen
         return Bad(where, f"byte 0x{line[error.start]:02x} in column {error.start + 1} is not UTF-8")
     except json.JSONDecodeError as error:
         return Bad(where, f"not JSON: {error.msg} in column {error.colno}")
+    except ValueError as error:
+        return Bad(where, f"not JSON that can be read: {error}")  # a number of thousands of digits
     except RecursionError:
         return Bad(where, "JSON that is nested too deeply")
     return record_document(entry, unit, number, domain)

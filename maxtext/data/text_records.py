@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.config.reason import reason
+from maxtext.config.reason import placed, reason
 from maxtext.data import DataError
 from maxtext.data.text_source import Bad, Document, Unit, optional, ranges, record_document
 
@@ -124,7 +124,7 @@ def _parsed(record: bytes, unit: Unit, number: int, domain: str) -> Document | B
     """The document of a record that is an Example or a JSON object; their first bytes tell which."""
     try:
         entry = json.loads(record) if record[:1] == b"{" else parse_example(record)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Bad(f"{unit.path}:{number}", f"the record is neither a tf.train.Example nor JSON: {error}")
     return record_document(entry, unit, number, domain)
 
@@ -204,13 +204,13 @@ def megatron_index(path: Path) -> MegatronIndex:
     """Reads the `.idx` beside a `.bin`.
 
     Raises:
-      DataError: there is none, or it is of another format, or disagrees with the size of the `.bin`.
+      DataError: one of the two is missing, or the index is of another format, or disagrees with the size of the `.bin`.
     """
     name = path.with_suffix(".idx")
     try:
-        data = name.read_bytes()
+        data, size = name.read_bytes(), os.path.getsize(path)
     except OSError as error:
-        raise DataError(f"{name}: cannot read the index of {path} ({error.strerror})") from error
+        raise DataError(f"{name}: cannot read the index of {path} ({placed(error)})") from error
     if data[:9] != MEGATRON_MAGIC or len(data) < 34 or struct.unpack_from("<Q", data, 9)[0] != 1:
         raise DataError(f"{name}: not a Megatron index of version 1 (MMIDIDX)")
     code, n_sequences, n_documents = struct.unpack_from("<BQQ", data, 17)
@@ -222,7 +222,6 @@ def megatron_index(path: Path) -> MegatronIndex:
     lengths = np.frombuffer(data, "<i4", n_sequences, 34).astype(np.int64)
     offsets = np.frombuffer(data, "<i8", n_sequences, 34 + 4 * n_sequences)
     documents = np.frombuffer(data, "<i8", n_documents, 34 + 12 * n_sequences)
-    size = os.path.getsize(path)
     ends = offsets + lengths * dtype.itemsize
     if (n_sequences and (int(ends.max()) > size or int(offsets.min()) < 0)) or int(documents[-1]) != n_sequences:
         raise DataError(f"{name}: does not fit {path} of {size} bytes: the pair does not belong together, or was cut")

@@ -102,13 +102,14 @@ def record_document(entry: Any, unit: Unit, number: int, domain: str) -> Documen
             return Bad(where, f"byte 0x{text[error.start]:02x} at offset {error.start} of the text is not UTF-8")
     if not isinstance(text, str):
         return Bad(where, f'expected an object with a string under "{unit.key}"')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return Bad(where, f"character {error.start} of the text is a lone surrogate, which is not Unicode text")
     name = entry.get("id")
     if isinstance(name, bytes):
         name = name.decode("utf-8", errors="replace")
+    for what, value in (("text", text), ("id", name if isinstance(name, str) else "")):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return Bad(where, f"character {error.start} of the {what} is a lone surrogate, which is not Unicode text")
     if isinstance(name, np.integer):
         name = int(name)
     if name is not None and not isinstance(name, str | int):

@@ -33,7 +33,7 @@ class Tokenizer:
     """What the framework needs from a tokenizer.
 
     Attributes:
-      kind: "sentencepiece" or "tokenizer.json".
+      kind: "sentencepiece", "tokenizer.json", "tiktoken" or "bytes".
       pieces: the bytes that each id stands for; empty for special ids.
       eos_id, pad_id: ids of end of document and of padding.
     """
@@ -220,8 +220,8 @@ def load_tokenizer(path: str | Path, eos: str | None = None, pad: str | None = N
         return SentencePieceTokenizer(data, str(path), eos, pad, threads)
     if path.suffix == ".bytes":
         return ByteTokenizer(str(path), eos, pad)
-    raise DataError(f"{path}: a tokenizer is a SentencePiece *.model or a Hugging Face tokenizer.json, "
-                    f"not {path.suffix or 'a file without suffix'}")
+    raise DataError(f"{path}: a tokenizer is a SentencePiece *.model, a Hugging Face tokenizer.json, a "
+                    f"*.tiktoken.json or a *.bytes, not {path.suffix or 'a file without suffix'}")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -22,7 +22,6 @@ from maxtext.data import DataError
 from maxtext.data.documents import scan
 from maxtext.data.journal import Journal, data_step
 from maxtext.data.order import GlobalOrder
-from maxtext.data.pipeline import fingerprint_numpy
 from maxtext.data.preflight import read_tokens
 from maxtext.data.reader import Reader, make_reader
 from maxtext.data.tokens import ResolvedData, cache_dir, read_documents, resolve
@@ -82,6 +81,8 @@ def audit(cfg: Config, data: ResolvedData, logged: dict[int, int], journal: Jour
 
 def _fingerprints(reader: Reader, ids: np.ndarray, journal: Journal) -> Iterator[int]:
     """Of a batch as the files have it now; and, where it holds instances that were left out one day, without them."""
+    from maxtext.data.pipeline import fingerprint_numpy  # here, because it imports jax, which takes seconds
+
     masked = np.isin(ids, list(journal.masked)) if journal.masked else np.zeros(len(ids), bool)
     whole = []
     for one in ids:

@@ -69,6 +69,16 @@ def test_it_is_the_batch_of_training_and_its_text(make_config, folder, data):
     assert f'{found["rows"][0]["documents"][0]["name"]} (' in printed
 
 
+@pytest.mark.parametrize("verb", ["prepare", "inspect", "stats", "overlap", "audit"])
+def test_help_imports_no_jax(verb):
+    program = ("import atexit, sys; atexit.register(lambda: print('jax' in sys.modules))\n"
+               "from maxtext.cli import main; main(['data', sys.argv[1], '--help'])")
+    done = subprocess.run([sys.executable, "-c", program, verb], text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                          capture_output=True, timeout=60)
+    assert done.stdout.startswith(f"usage: maxtext data {verb}")
+    assert done.stdout.endswith("\nFalse\n")
+
+
 def test_no_backend_is_started_and_mistakes_are_one_line(folder, tmp_path):
     path = tmp_path / "run.yml"
     path.write_text(f"model: {{vocab_size: 300, d_model: 8, n_layers: 1, n_heads: 1, d_ff: 8}}\n"

@@ -17,11 +17,13 @@ import pytest
 import tokenizers
 
 from maxtext.data import DataError, encode, piecework, text_files
+from maxtext.data.cache import write_whole
 from maxtext.data.corpus import open_source
 from maxtext.data.documents import read_companion, scan
 from maxtext.data.manifest import load_prepared
 from maxtext.data.piecework import cut
-from maxtext.data.prepare import Options, prepare
+from maxtext.data.prepare import Options, prepare, run
+from maxtext.data.text_source import Source, Unit
 from maxtext.data.tokenizer import load_tokenizer
 from maxtext.data.tokens import resolve
 from tests.materials import imported
@@ -57,6 +59,14 @@ def corpus(tmp_path_factory) -> Path:
     texts[5], texts[700] = "", texts[3]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
+
+
+def test_pieces_gather_small_units_in_order():
+    sources = [Source(name, tuple(Unit("text", f"{i}", f"{i}", 30 << 20) for i in range(count)))
+               for name, count in (("a", 7), ("b", 1))]
+    pieces = cut(sources)
+    assert [(piece.number, piece.source, [unit.path for unit in piece.units]) for piece in pieces] == [
+        (0, "a", ["0", "1", "2"]), (1, "a", ["3", "4", "5"]), (2, "a", ["6"]), (3, "b", ["0"])]
 
 
 @pytest.fixture
@@ -170,6 +180,19 @@ def test_companions_have_the_documents_and_where_they_come_from(corpus, tmp_path
                 assert text == json.loads(lines[int(line) - 1])["text"]
                 seen.append(int(line))
     assert sorted(seen) == [i for i in range(1, 801) if i not in (6, 701)]
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_a_file(corpus, tmp_path, monkeypatch, capsys):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(DataError, match=r"a: cannot write \(No space left"):
+        write_whole(tmp_path / "a", full)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(encode.TokenWriter, "write", full)
+    argv = ["--out", str(tmp_path / "out"), "--source", f"a={corpus}", "--tokenizer", "bytes", "--workers", "1"]
+    assert run(argv) == 2
+    assert capsys.readouterr().err == "error: No space left on device\n"
 
 
 def test_two_at_once_are_refused(corpus, tmp_path):

@@ -9,7 +9,7 @@ from maxtext.cli import main
 from maxtext.data.corpus import open_source
 from maxtext.data.prepare import Options, prepare
 from maxtext.data.scan import split_of
-from maxtext.data.stats import ngrams
+from maxtext.data.stats import ngrams, places
 from maxtext.data.text_source import Document
 
 
@@ -43,6 +43,12 @@ def test_ngrams_are_of_words_without_case_and_punctuation():
     assert np.array_equal(ngrams("A, b. C", 3), ngrams("a b c", 3))
     assert not np.array_equal(ngrams("a b d", 3), ngrams("a b c", 3))
     assert len(ngrams("a b", 3)) == 0
+
+
+def test_places_are_those_of_what_stands_in_both():
+    every = np.array([2, 3, 5, 9], np.uint64)
+    assert places(np.array([1, 3, 4, 9, 10], np.uint64), every).tolist() == [1, 3]
+    assert len(places(every, every[:0])) == len(places(every[:0], every)) == 0
 
 
 def test_stats_count_lengths_shares_duplicates_and_leaks(folder, capsys):

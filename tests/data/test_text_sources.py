@@ -73,6 +73,9 @@ def test_a_large_file_is_cut_between_lines_with_the_same_numbers(tmp_path, monke
     (b'{"text": "bad \xff"}', "byte 0xff in column 15 is not UTF-8"),
     (b'{"txt": "x"}', 'expected an object with a string under "text"'),
     (b'{"text": null}', 'expected an object with a string under "text"'),
+    (b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "not JSON that can be read: Exceeds the limit (4300 digits)"),
+    (b'{"text": ' + b"[" * 100_000, "JSON that is nested too deeply"),
+    (b'{"text": "x", "id": "a\\ud800"}', "character 1 of the id is a lone surrogate"),
 ])
 def test_a_bad_line_is_an_error_with_its_place_or_counted(tmp_path, capsys, line, why):
     lines = jsonl().splitlines(keepends=True)
@@ -118,6 +121,36 @@ def test_folders_and_globs_take_all_formats_in_the_order_of_names(tmp_path):
                                                                  "b/x.jsonl:2"]
 
 
+def test_a_name_may_have_the_mark_of_a_split(tmp_path):
+    (tmp_path / "c#").mkdir()
+    (tmp_path / "c#" / "a.txt").write_text("text")
+    assert [d.text for path in (tmp_path / "c#", tmp_path / "c#" / "a.txt") for d in read(path)] == ["text"] * 2
+    with pytest.raises(DataError, match=r"a.txt#train: only a data set in a folder has splits"):
+        read(tmp_path / "c#" / "a.txt#train")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "m.bin"])
+def test_a_file_that_is_gone_is_one_line(tmp_path, name):
+    (tmp_path / name).write_bytes(jsonl())
+    if name == "m.bin":
+        write_megatron(tmp_path / "m", [[[1, 2]]], "<u2", 8)
+    source = open_source("d", tmp_path / name)
+    (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=f"{name}: .*No such file"):
+        list(read_source(source))
+    if name == "m.bin":
+        with pytest.raises(DataError, match=r"m.idx: cannot read the index of .*m.bin: No such file"):
+            read(tmp_path / "m")
+
+
+def test_damaged_compressed_data_is_refused(tmp_path):
+    data = bytearray(gzip.compress(jsonl()))
+    data[20:29] = b"\xff" * 9
+    (tmp_path / "a.jsonl.gz").write_bytes(data)
+    with pytest.raises(DataError, match=r"a.jsonl.gz: cannot read \(Error -3"):
+        read(tmp_path / "a.jsonl.gz")
+
+
 def test_cut_compressed_files_are_refused(tmp_path):
     pa = pytest.importorskip("pyarrow")
     data = os.urandom(60_000).hex()
@@ -160,14 +193,15 @@ def test_array_record(tmp_path, kind, monkeypatch):
         writer.write(json.dumps(row).encode() if kind == "json" else
                      example(**{key: value.encode() for key, value in row.items()}))
     writer.write(b"neither")
+    writer.write(b'{"text": ' + b"[" * 100_000)
     writer.close()
     monkeypatch.setattr(text_source, "UNIT_BYTES", 500)
     source = open_source("d", path)
     assert len(source.units) > 2
     found = list(read_units(source.units, "d"))
-    assert [(d.name, d.text, d.place) for d in found[:-1]] == [(f"n{i}", t, i + 1) for i, t in enumerate(TEXTS)]
-    assert found[-1].where == f"{path}:21"
-    assert "neither a tf.train.Example nor JSON" in found[-1].why
+    assert [(d.name, d.text, d.place) for d in found[:-2]] == [(f"n{i}", t, i + 1) for i, t in enumerate(TEXTS)]
+    assert [bad.where for bad in found[-2:]] == [f"{path}:21", f"{path}:22"]
+    assert all("neither a tf.train.Example nor JSON" in bad.why for bad in found[-2:])
 
 
 def test_tfrecord(tmp_path):
