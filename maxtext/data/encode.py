@@ -161,6 +161,17 @@ def encode_all(scan: Scan, encoding: Encoding, workers: int, folder: Path) -> li
                 workers, "tokenizing")
 
 
+def drop_moved(folder: Path, building: Path) -> None:
+    """Drops the other results that were killed while they were gathered, and the pieces whose files they have taken."""
+    others = [other for other in folder.glob("whole-*") if other != building]
+    for path in folder.glob("tokens-*/result.json") if others else ():
+        result = json.loads(path.read_text())
+        if not all((path.parent / f"{file['path']}.npy").exists() for part in PARTS for file in result[part]["files"]):
+            shutil.rmtree(path.parent)
+    for other in others:
+        shutil.rmtree(other)
+
+
 def gather(pieces: Sequence[Piece], results: Sequence[dict[str, Any]], folder: Path,
            out: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Moves the token files of all pieces into `out`, numbered on by source and side; joins their lists of documents.

@@ -27,7 +27,7 @@ from maxtext.config.reason import placed
 from maxtext.data import DataError
 from maxtext.data.cache import write_whole
 from maxtext.data.corpus import open_source, python_corpus
-from maxtext.data.encode import Encoding, encode_all, gather, kept_documents
+from maxtext.data.encode import Encoding, drop_moved, encode_all, gather, kept_documents
 from maxtext.data.manifest import DTYPES, FORMAT, NAME, VERSION, read_manifest, smallest_dtype
 from maxtext.data.piecework import cut, workshop
 from maxtext.data.scan import Scan, scan_all, workers_for
@@ -113,6 +113,7 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
                 return present, False
             raise DataError(f"{out / missing}: missing or of the wrong size; --force prepares the data set again")
         building = folder / f"whole-{inputs[:16]}"
+        drop_moved(folder, building)
         building.mkdir(exist_ok=True)
         manifest = _write(options, scan, workers, folder, building)
         manifest["inputs_sha256"] = inputs

@@ -147,6 +147,37 @@ def test_moving_into_place_can_be_killed_too(corpus, tmp_path, whole, monkeypatc
     assert tree(tmp_path / "out") == whole
 
 
+def test_other_sources_after_a_kill_at_the_end_find_their_pieces(corpus, tmp_path, small_pieces, monkeypatch):
+    other = tmp_path / "b.jsonl"
+    other.write_text(json.dumps({"text": "one more"}) + "\n")
+
+    def both(out: Path) -> Options:
+        return Options(out, (open_source("a", corpus), open_source("b", other)), {"a": 0.1, "b": 0.0},
+                       tokenizer="bytes", workers=1)
+
+    moves = []
+    move = encode._move
+
+    def dying(source, target):
+        moves.append(target)
+        if len(moves) == 7:
+            raise KeyboardInterrupt
+        move(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "_move", dying)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(options(corpus, tmp_path / "out", workers=1))
+    written = []
+    encode_documents = encode.encode_documents
+    monkeypatch.setattr(encode, "encode_documents",
+                        lambda tokenizer, batch: written.append(1) or encode_documents(tokenizer, batch))
+    prepare(both(tmp_path / "out"))
+    assert len(written) == 2 + 1, "the pieces that were moved, and the new one"
+    prepare(both(tmp_path / "fresh"))
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+
+
 def test_text_that_changed_after_the_kill_is_read_again(corpus, tmp_path, small_pieces, monkeypatch):
     copy = tmp_path / "a.jsonl"
     copy.write_bytes(corpus.read_bytes())
