@@ -49,8 +49,9 @@ class Job:
 
     def step(self) -> int:
         """The last update in metrics.jsonl, -1 before the first line."""
-        lines = read_lines(self.run_dir / "metrics.jsonl")
-        return lines[-1]["step"] if lines else -1
+        from maxtext.report.run_files import last_step
+
+        return last_step(str(self.run_dir))
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 180.0, name: str = "") -> Any:
         """Waits until `what()` is true and returns it; AssertionError with the log when the job ends before."""
@@ -104,9 +105,9 @@ def job(config: Path | str, run_dir: Path, workers: int, devices: int, overrides
         if supervisor.poll() is None:
             supervisor.kill()
             supervisor.wait()
-        for line in one.events("started") if (run_dir / "elastic.jsonl").exists() else []:
+        for pid in one.pids().values():  # the ids of those that they replaced may be somebody else's by now
             with contextlib.suppress(ProcessLookupError):
-                os.kill(line["pid"], signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

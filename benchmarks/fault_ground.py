@@ -171,7 +171,7 @@ class Trial:
     lost: int = 0
 
     def __post_init__(self) -> None:
-        self.rng, self.names = random.Random(self.seed), [self.name]
+        self.rng = random.Random(self.seed)
 
     def must(self, ended, code: int, *words: str) -> None:
         """Failed unless a process ended with this exit code and said so."""

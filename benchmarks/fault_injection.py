@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import resource
 import signal
@@ -70,6 +71,18 @@ def after_update(update: int, action: Callable[[], None]) -> None:
             action()
 
     MetricsWriter.write = wrapped  # type: ignore[method-assign]
+
+
+def around_step(run: Callable[[Any, Any, Any], Any]) -> None:
+    """Calls `run(compiled, state, batch)` wherever the loop would call the compiled train step."""
+    compile_train_step = loop.compile_train_step
+
+    def changed(cfg: Any) -> Any:
+        step = compile_train_step(cfg)
+        return SimpleNamespace(lower=lambda *given: SimpleNamespace(
+            compile=lambda: functools.partial(run, step.lower(*given).compile())))
+
+    loop.compile_train_step = changed
 
 
 def die() -> None:
@@ -196,52 +209,39 @@ def bad_instances(numbers: Sequence[int], how: str) -> None:
 
 def spoilt_batches(numbers: Sequence[int], how: str) -> None:
     """Some batches of the data's order give a loss of NaN, or count one token alone, whose gradient is an outlier."""
-    take, compile_train_step, taken = pipeline.Batches.__next__, loop.compile_train_step, []
+    take, taken = pipeline.Batches.__next__, []
 
     def wrapped(self: pipeline.Batches) -> Any:
         taken.append(self.data_step(self._step + 1))
         return take(self)
 
-    def changed(cfg: Any) -> Any:
-        step = compile_train_step(cfg)
-
-        def run(compiled: Any, state: Any, batch: Any) -> Any:
-            if taken[-1] in numbers:
-                weights = batch.weights_BT * jnp.float32(jnp.nan)
-                if how == "outlier":
-                    one = np.zeros(weights.shape, np.float32)
-                    one[0, 0] = 1
-                    weights = jax.device_put(one, weights.sharding)
-                batch = batch.replace(weights_BT=weights)
-            return compiled(state, batch)
-
-        return SimpleNamespace(lower=lambda *given: SimpleNamespace(compile=lambda: (
-            lambda compiled: lambda state, batch: run(compiled, state, batch))(step.lower(*given).compile())))
+    def run(compiled: Any, state: Any, batch: Any) -> Any:
+        if taken[-1] in numbers:
+            weights = batch.weights_BT * jnp.float32(jnp.nan)
+            if how == "outlier":
+                one = np.zeros(weights.shape, np.float32)
+                one[0, 0] = 1
+                weights = jax.device_put(one, weights.sharding)
+            batch = batch.replace(weights_BT=weights)
+        return compiled(state, batch)
 
     pipeline.Batches.__next__ = wrapped  # type: ignore[method-assign]
-    loop.compile_train_step = changed
+    around_step(run)
 
 
 def flipped_state(update: int, device: int, leaf: int, bit: int) -> None:
     """One bit of what one device holds of the state turns over, in memory, without a word."""
-    compile_train_step = loop.compile_train_step
-
     def run(compiled: Any, state: Any, batch: Any) -> Any:
         state, metrics = compiled(state, batch)
         if int(state.step) == update:
             leaves, treedef = jax.tree.flatten(state)
             floats = [i for i, one in enumerate(leaves) if one.dtype == jnp.float32 and one.size > 1]
             place = floats[leaf % len(floats)]
-            leaves[place] = with_flip(leaves[place], jax.devices()[device], bit)
+            leaves[place] = flipped(leaves[place], jax.devices()[device], bit)
             state = jax.tree.unflatten(treedef, leaves)
         return state, metrics
 
-    def changed(cfg: Any) -> Any:
-        step = compile_train_step(cfg)
-        return SimpleNamespace(lower=lambda *given: SimpleNamespace(compile=lambda: (
-            lambda compiled: lambda state, batch: run(compiled, state, batch))(step.lower(*given).compile())))
-
-    loop.compile_train_step = changed
+    around_step(run)
 
 
 def signals(update: int, number: int, times: int, where: str) -> None:
@@ -359,8 +359,8 @@ def flip_bit(path: str, where: float, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
-def with_flip(x: jax.Array, device: jax.Device, bit: int) -> jax.Array:
-    """The array with one bit of what one device holds of it turned over."""
+def flipped(x: jax.Array, device: jax.Device, bit: int = 0) -> jax.Array:
+    """The array with one bit of one element of what one device holds of it turned over."""
     parts = []
     for shard in x.addressable_shards:
         part = np.array(shard.data)

@@ -72,8 +72,7 @@ def _run(ground: Ground, row: Row, trials: int, seed: int) -> Result:
         except Exception:
             failures.append(f"trial {number}: {traceback.format_exc(limit=3)}")
         finally:
-            for name in trial.names:
-                shutil.rmtree(ground.directory(name), ignore_errors=True)
+            shutil.rmtree(ground.directory(trial.name), ignore_errors=True)
     recoveries.sort()
     return Result(row.name, trials, passed, statistics.median(recoveries) if recoveries else None,
                   recoveries[min(len(recoveries) - 1, int(0.99 * len(recoveries)))] if recoveries else None, lost,

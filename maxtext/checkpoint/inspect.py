@@ -28,12 +28,11 @@ def run(argv: Sequence[str]) -> int:
     for command in (verify, scrub):
         command.add_argument("--step", type=int, help="only this step")
     options = parser.parse_args(argv)
-    names = [options.first, options.second] if options.command == "diff" else [options.directory]
     try:
         if options.command == "diff":
-            (first, a), (second, b) = (_with_step(name) for name in names)
+            (first, a), (second, b) = _with_step(options.first), _with_step(options.second)
             return diff.run((_checkpoints(first), _checkpoints(second)), (a, b))
-        directory = _checkpoints(names[0])
+        directory = _checkpoints(options.directory)
         entries = manifest.scan(directory)
         if options.command == "ls":
             return _list(directory, entries)

@@ -12,6 +12,7 @@ count (fencing tokens: Kleppmann, "How to do distributed locking", 2016).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -207,7 +208,8 @@ def _forget(run_dir: str, before: int) -> None:
     """Removes files of tokens before `before`: the highest claim and base alone decide."""
     for name in os.listdir(os.path.join(run_dir, DIRECTORY)):
         if name[:8].isdigit() and int(name[:8]) < before:
-            os.remove(os.path.join(run_dir, DIRECTORY, name))
+            with contextlib.suppress(FileNotFoundError):  # a heartbeat of an old holder that was just renamed
+                os.remove(os.path.join(run_dir, DIRECTORY, name))
 
 
 def _numbers(run_dir: str, pattern: re.Pattern[str]) -> list[int]:

@@ -89,11 +89,6 @@ class Manifest:
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def finite(self) -> bool:
-        """Whether no array holds a NaN or an infinite value."""
-        return not any(leaf.nonfinite for leaf in self.leaves.values())
-
-    @property
     def identity(self) -> str:
         """Tells this save from every other one of the same step."""
         return f"{self.token} {self.arrays} {self.saved_at}"

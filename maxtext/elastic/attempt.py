@@ -65,7 +65,6 @@ class ElasticAttendance(Attendance):
 
     Attributes:
       phase_name, since, step, longest: what the heartbeat tells.
-      timings: seconds of the phases of a regroup.
     """
 
     watched = True

@@ -80,7 +80,7 @@ class Control:
         return None if words is None else Beat(**words)
 
     def outcome_of(self, worker: int) -> dict[str, Any] | None:
-        """What the worker said before it exited."""
+        """What a worker that ended with an error said of it."""
         return self._read(f"outcome_{worker}")
 
     def forget(self, worker: int) -> None:

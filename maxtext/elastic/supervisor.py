@@ -17,7 +17,6 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import IO, Any
 
 from maxtext.config.schema import Config
@@ -225,8 +224,7 @@ class Supervisor:
         self.journal.write("hang", worker=worker, why=why)
         process = self.processes[worker]
         process.why, process.kill_at = why, time.monotonic() + DUMP_SECONDS
-        with suppress(ProcessLookupError):
-            process.popen.send_signal(signal.SIGUSR1)
+        process.popen.send_signal(signal.SIGUSR1)
 
     # ---- generations
 
@@ -323,10 +321,8 @@ class Supervisor:
             if self.generation.number:
                 self._say(f"generation {self.generation.number}: {len(self._members)} of {self.workers} workers go on")
             return
-        if now - self.generation.opened < LEAVE_SECONDS:
-            return
-        if self.generation.gentle:  # an update or a save that takes long is watched by its own limits
-            return
+        if self.generation.gentle or now - self.generation.opened < LEAVE_SECONDS:
+            return  # where all leave after an update, one or a save that takes long is watched by its own limits
         for worker in late:
             beat = self.control.beat_of(worker)
             anew = beat is not None and beat.phase == "start"

@@ -119,11 +119,13 @@ class Worker:
         self._leave(newest)
 
     def _leave(self, newest: Generation) -> None:
+        from maxtext.train.attendance import MembersChanged
+
         began, stuck = time.monotonic(), False
         self._set_phase("leave")
         if self.attempt is not None:
             stuck = not self.attempt.leave()
-            clean = newest.gentle and isinstance(self.attempt.result, _members_changed())
+            clean = newest.gentle and isinstance(self.attempt.result, MembersChanged)
             if not clean:
                 # To destroy what a dead computation still uses would be to wait for it, in whichever thread does it.
                 self._kept.append(self.attempt)
@@ -188,7 +190,6 @@ class Worker:
         from maxtext.train.loop import Outcome
 
         if isinstance(result, Outcome):
-            self.control.say_outcome(self.number, dataclasses.asdict(result))
             return DONE
         newest = self.control.generation()
         if isinstance(result, MembersChanged) and newest is not None and self.generation is not None:
@@ -316,12 +317,6 @@ def _exchange(generation: Generation, rank: int, topic: str, words: str) -> list
 
     tell(f"{topic}/{rank}", words)
     return [hear(f"{topic}/{other}", 60.0) for other in range(len(generation.members))]
-
-
-def _members_changed() -> type[Exception]:
-    from maxtext.train.attendance import MembersChanged
-
-    return MembersChanged
 
 
 def _mistakes() -> tuple[type[Exception], ...]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.fault_injection import flipped
 from maxtext.parallel.host_memory import HOST, on_devices
 from maxtext.train import corruption, loop
 from maxtext.train.corruption import Comparison
@@ -18,17 +19,6 @@ from tests.runs import Runs, saved_bits, saved_steps, some_devices
 from tests.tiny import mesh_of, place, random_batch, tiny_config
 
 MESHES = [(4, 1, 1), (2, 2, 1)]
-
-
-def flipped(x: jax.Array, device: jax.Device, bit: int = 0) -> jax.Array:
-    """The array with one bit of one element of what one device holds of it turned over."""
-    parts = []
-    for shard in x.addressable_shards:
-        part = np.array(shard.data)
-        if shard.device == device:
-            part.reshape(-1).view(np.uint32)[part.size // 2] ^= np.uint32(1 << bit)
-        parts.append(jax.device_put(part, shard.device))
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 def with_flip(state: Any, device: jax.Device, leaf: int, bit: int = 0) -> Any:
