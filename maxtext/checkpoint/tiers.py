@@ -16,6 +16,7 @@ In-Memory Checkpoints", SOSP 2023.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -204,13 +205,14 @@ class Snapshots:
     def __init__(self, root: str, worker: int, run: str, generation: int, peer: int | None,
                  told: Callable[[str], None]) -> None:
         """`peer` is the worker whose folder takes a second copy, None for no copy; `told` hears of failures."""
-        self._folder, self._run, self._generation, self._told = worker_folder(root, worker), run, generation, told
+        folder, self._run, self._generation, self._told = worker_folder(root, worker), run, generation, told
+        self._own = [os.path.join(folder, f"own_{number}.slot") for number in range(SLOTS)]
         self._copies = [] if peer is None else [
             os.path.join(worker_folder(root, peer), f"of_{worker}_{number}.slot") for number in range(SLOTS)]
         self._thread: threading.Thread | None = None
         self._sealed = True
         self.stall_seconds = 0.0  # that the last `take` kept its caller
-        os.makedirs(self._folder, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
 
     def take(self, step: int, state: PyTree, extra: dict[str, Any]) -> None:
         """Begins a snapshot. When it returns the arrays may be donated. One snapshot is under way at a time."""
@@ -233,11 +235,17 @@ class Snapshots:
             self._thread = None
         return self._sealed
 
+    def forget(self) -> None:
+        """Removes what this worker has written, for a run that goes back: it will do updates of the same number."""
+        self.wait()
+        for path in (*self._own, *self._copies):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+
     def _write(self, at: SnapshotId, parts: list[HostPart], extra: dict[str, Any],
                shapes: dict[str, tuple[int, ...]]) -> None:
-        own = [os.path.join(self._folder, f"own_{number}.slot") for number in range(SLOTS)]
         try:
-            for slots in filter(None, (own, self._copies)):
+            for slots in filter(None, (self._own, self._copies)):
                 os.makedirs(os.path.dirname(slots[0]), exist_ok=True)
                 write_slot(min(slots, key=self._age), at, parts, extra, shapes)
             self._sealed = True

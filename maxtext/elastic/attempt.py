@@ -81,6 +81,7 @@ class ElasticAttendance(Attendance):
         self.phase_name, self.since, self.step, self.longest = "join", time.monotonic(), 0, 0.0
         self._shapes = shapes
         self._steps = 0  # dispatched in this attempt
+        self._restored = False  # once in this attempt
         self._checkpoints: Checkpoints | None = None
 
     def lock(self, run_dir: str) -> AbstractContextManager[Lease | None]:
@@ -151,6 +152,10 @@ class ElasticAttendance(Attendance):
         return not wait or self._snapshots.wait()
 
     def restore(self, abstract_state: PyTree, newer_than: int) -> Restored | None:
+        if self._restored:  # the run goes back, and what is in memory is of the branch that it leaves
+            self._snapshots.forget()
+            return None
+        self._restored = True
         slots = list(slots_below(self._root, self._run, self._told))
         found = restore(abstract_state, slots, self._exchange, newer_than, self._told)
         source = "checkpoint" if newer_than >= 0 else "start"

@@ -141,6 +141,19 @@ def test_phases_nest_and_updates_are_timed(attendance):
     assert 0.05 <= attendance.longest < 1.0
 
 
+def test_a_run_that_goes_back_finds_no_snapshot_of_the_branch_that_it_leaves(tmp_path, attendance, monkeypatch):
+    """It will do updates of the same numbers, of which another member might still hold those of before."""
+    state = {"w": jnp.arange(4.0)}
+    assert attendance.restore(state, -1) is None
+    assert attendance.snapshot(4, state, {}, wait=True)
+    assert attendance.snapshot(8, state, {}, wait=False)
+    assert list(tmp_path.rglob("*.slot"))
+    monkeypatch.setattr(attendance, "_exchange", lambda topic, words: pytest.fail("a topic is used once in a group"))
+    assert attendance.restore(state, 0) is None
+    assert not list(tmp_path.rglob("*.slot"))
+    assert attendance.snapshot(4, state, {}, wait=True)
+
+
 def test_a_second_group_of_the_same_size_traces_nothing(attendance, monkeypatch):
     cfg, first = tiny_config(), mesh_of((2, 2, 1))
     expected = attendance.abstract(cfg, first)
