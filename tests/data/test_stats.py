@@ -9,8 +9,9 @@ from maxtext.cli import main
 from maxtext.data.corpus import open_source
 from maxtext.data.prepare import Options, prepare
 from maxtext.data.scan import split_of
-from maxtext.data.stats import ngrams, places
+from maxtext.data.stats import measure, ngrams, places
 from maxtext.data.text_source import Document
+from tests.data.record_files import write_megatron
 
 
 def words(seed: int, n: int) -> str:
@@ -82,3 +83,14 @@ def test_overlap_by_task_names_the_documents(folder, capsys):
     for wrong, message in ((["--task", "x"], "expected NAME=PATH"), (["--ngram", "0"], "give 1 or more")):
         assert main([*argv, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_text_and_the_same_text_as_ids_are_an_exact_duplicate(tmp_path):
+    """Which preparation does not see: it compares texts with texts, and ids with ids."""
+    texts = [words(i, 30) for i in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_megatron(tmp_path / "b", [[list(text.encode())] for text in (texts[1], words(9, 30), texts[3])])
+    sources = (open_source("a", tmp_path / "a.jsonl"), open_source("b", tmp_path / "b.bin"))
+    prepare(Options(tmp_path / "out", sources, {"a": 0.0, "b": 0.0}, tokenizer="bytes"))
+    found = measure(tmp_path / "out")
+    assert (found["exact_duplicates"], found["ngram_duplicates"]) == (2, 4)
