@@ -272,11 +272,11 @@ def parse(argv: Sequence[str]) -> Options:
 
     if args.corpus and args.source:
         raise DataError("give --corpus or --source, not both")
-    paths = _pairs(args.source, "--source")
+    paths = pairs(args.source, "--source")
     sources = tuple(open_source(name, path, args.text_key) for name, path in paths.items()) or tuple(python_corpus())
     names = [source.name for source in sources]
     heldout = {name: DEFAULT_HELDOUT if paths else CORPUS_HELDOUT[name] for name in names}
-    for name, text in _pairs(args.heldout_fraction, "--heldout-fraction").items():
+    for name, text in pairs(args.heldout_fraction, "--heldout-fraction").items():
         if name not in heldout:
             raise DataError(f"--heldout-fraction {name}={text}: there is no source {name}, only {', '.join(names)}")
         heldout[name] = _fraction(name, text)
@@ -294,16 +294,21 @@ def parse(argv: Sequence[str]) -> Options:
                    args.workers, args.force)
 
 
-def _pairs(items: Sequence[str], option: str) -> dict[str, str]:
-    pairs: dict[str, str] = {}
+def pairs(items: Sequence[str], option: str) -> dict[str, str]:
+    """The values of a repeatable option NAME=VALUE, by name.
+
+    Raises:
+      DataError: one is of another form, or a name is given twice.
+    """
+    found: dict[str, str] = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or not value or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
             raise DataError(f"{option} {item}: expected NAME=VALUE with a NAME of letters, digits, _ . and -")
-        if name in pairs:
+        if name in found:
             raise DataError(f"{option} {item}: {name} is given twice")
-        pairs[name] = value
-    return pairs
+        found[name] = value
+    return found
 
 
 def _fraction(name: str, text: str) -> float:

@@ -23,6 +23,7 @@ from maxtext.config.reason import reason
 from maxtext.data import DataError
 from maxtext.data.corpus import open_source, read_source
 from maxtext.data.manifest import Prepared, TokenFile, load_prepared
+from maxtext.data.prepare import pairs
 from maxtext.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext.data.tokens import read_documents
 
@@ -193,13 +194,7 @@ def overlap(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object, with the numbers of the documents")
     args = parser.parse_args(list(argv))
     try:
-        tasks = {}
-        for item in args.task:
-            name, equals, path = item.partition("=")
-            if not (name and equals and path) or name in tasks:
-                raise DataError(f"--task {item}: expected NAME=PATH, each name once")
-            tasks[name] = path
-        found = overlap_with(args.folder, tasks, args.text_key, _positive(args.ngram))
+        found = overlap_with(args.folder, pairs(args.task, "--task"), args.text_key, _positive(args.ngram))
     except DataError as error:
         return _mistake(error, None)
     print(json.dumps(found) if args.json else

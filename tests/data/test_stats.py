@@ -80,7 +80,8 @@ def test_overlap_by_task_names_the_documents(folder, capsys):
     assert (task["documents"], task["with_ngrams"], task["overlapping"], task["which"]) == (4, 3, 2, [1, 4])
     assert main([*argv, "--ngram", "60"]) == 0
     assert "quiz: 1 of 1 documents with 60-grams share one" in capsys.readouterr().out
-    for wrong, message in ((["--task", "x"], "expected NAME=PATH"), (["--ngram", "0"], "give 1 or more")):
+    for wrong, message in ((["--task", "x"], "--task x: expected NAME=VALUE"), (["--ngram", "0"], "give 1 or more"),
+                           (["--task", "quiz=y"], "--task quiz=y: quiz is given twice")):
         assert main([*argv, *wrong]) == 2
         assert message in capsys.readouterr().err
 
