@@ -29,6 +29,7 @@ WORKER = (sys.executable, "-m", "maxtext.elastic.worker")
 POLL_SECONDS, LOOK_SECONDS = 0.005, 0.05  # between looks at processes, and at all else
 GATHER_SECONDS = 0.05
 DUMP_SECONDS = 0.3  # between asking a hung worker for its stacks and killing it
+WORDS_SECONDS = 1.0  # that rank 0 may say why the run ends later than another worker
 FRUITLESS = 5  # deaths a worker, without an update in between, after which the run stops
 LAST_SECONDS = 60.0  # that workers may take to exit once one has finished
 
@@ -141,12 +142,19 @@ class Supervisor:
             if code == DONE:
                 self._finished[worker] = time.monotonic()
             elif code in (MISTAKE, FAILED):
-                if self._code is None:  # all of them say the same
-                    words = self.control.outcome_of(worker)
-                    print("the worker gave no reason" if words is None else words["error"], file=sys.stderr)
+                if self._code is None:
+                    print(self._last_words(worker), file=sys.stderr)
                 self._code = code
             else:
                 self._died(worker, process, code)
+
+    def _last_words(self, worker: int) -> str:
+        """Why the run ends: what rank 0 says if it does so soon, because it may know more than the others."""
+        first, deadline = (*self._members, worker)[0], time.monotonic() + WORDS_SECONDS
+        while (words := self.control.outcome_of(first)) is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        words = words or self.control.outcome_of(worker)
+        return "the worker gave no reason" if words is None else str(words["error"])
 
     def _died(self, worker: int, process: Process, code: int) -> None:
         now = time.monotonic()

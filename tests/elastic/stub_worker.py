@@ -40,7 +40,7 @@ while True:
         if not joined:
             since, joined = now, True
         if what.startswith("exit"):
-            control.say_outcome(number, {"error": "told to"})
+            control.say_outcome(number, {"error": f"worker {number} was told to"})
             sys.exit(int(what.split()[1]))
         if what != "stuck":
             step, since = step + 1, now

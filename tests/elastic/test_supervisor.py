@@ -219,8 +219,19 @@ def test_a_mistake_or_a_failure_of_training_ends_the_run(watch, capsys, code):
     one.wait(lambda: bool(one.groups()))
     one.tell(1, f"exit {code}")
     assert one.end() == code
-    assert "told to" in capsys.readouterr().err
+    assert "worker 1 was told to" in capsys.readouterr().err
     assert not one.root.exists(), "nothing is left in memory"
+
+
+def test_of_the_last_words_those_of_rank_0_count(watch, capsys):
+    """The others may know no more than that rank 0 has a reason."""
+    one = watch()
+    one.wait(lambda: bool(one.groups()))
+    one.tell(1, "exit 3")
+    one.wait(lambda: one.supervisor.control.outcome_of(1) is not None)
+    one.tell(0, "exit 3")
+    assert one.end() == 3
+    assert capsys.readouterr().err == "worker 0 was told to\n"
 
 
 def test_the_end_waits_for_rank_0_and_then_for_the_others(watch):
