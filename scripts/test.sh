@@ -4,7 +4,7 @@
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
 # TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
 # REAL=1 adds real weights and tasks (290 MB), TPU=1 the compiler for TPUs (213 MB; no TPU is needed), DATA=1 the libraries of
-# further data sources. Tests that need what was added cannot be skipped then.
+# further data sources, DOCS=1 what builds the site of docs/. Tests that need what was added cannot be skipped then.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -37,7 +37,13 @@ if [ "${DATA:-}" = 1 ]; then
     "leave DATA=1 away: the tests that need it are then skipped"
   needed+=" google_crc32c tensorflow_datasets datasets tiktoken"
 fi
-unset TORCH REAL TPU DATA  # tests that run this script decide for themselves
+if [ "${DOCS:-}" = 1 ]; then
+  say "adding what builds the site (requirements-docs.txt)"
+  "$VENV/bin/python" -m pip install --quiet -r requirements-docs.txt || die "pip could not install requirements-docs.txt" \
+    "leave DOCS=1 away: the tests that need it are then skipped"
+  needed+=" mkdocs"
+fi
+unset TORCH REAL TPU DATA DOCS  # tests that run this script decide for themselves
 export MAXTEXT_TESTS_NEED="$needed"  # read by tests/materials.py
 
 say "ruff check"

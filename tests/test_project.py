@@ -86,15 +86,34 @@ def test_programs_are_executable(tracked: list[str]):
     assert [name for name in programs if modes[name] != "100755"] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """What `#...` may name on a page: its headings, in the letters that repository browsers make of them."""
+    text = re.sub(r"(?ms)^(`{3,}).*?^\1", "", page.read_text())
+    headings = re.findall(r"(?m)^#+ +(.*)$", text)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere(tracked: list[str]):
     pages = [name for name in tracked if name.endswith(".md")]
     assert "README.md" in pages
-    dead = []
+    dead, with_anchor = [], 0
     for page in pages:
         for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
-            if not re.match(r"[a-z]+:|#", target) and not ((ROOT / page).parent / target.split("#")[0]).exists():
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (ROOT / page).parent / path if path else ROOT / page
+            with_anchor += bool(anchor)
+            if not file.exists() or (anchor and anchor not in anchors(file)):
                 dead.append(f"{page}: {target}")
     assert dead == []
+    assert with_anchor > 3
+
+
+def test_the_site_has_a_place_for_every_page(tracked: list[str]):
+    listed = re.findall(r"(?m)^ +- (?:[^:\n]+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1])
+    pages = [name.removeprefix("docs/") for name in tracked if re.fullmatch(r"docs/.*\.md", name)]
+    assert sorted(listed) == sorted(pages), "each page of docs/ stands once below nav: in mkdocs.yml"
 
 
 # Locks and package

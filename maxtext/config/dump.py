@@ -50,10 +50,11 @@ def _line(key: str, value: Any, depth: int, dotted: str) -> Iterator[tuple[int, 
         for name, item in value.items():
             yield from _line(name, item, depth + 1, f"{dotted}.{name}")
     else:
-        yield depth, _text(key), _value(value), dotted
+        yield depth, _text(key), value_text(value), dotted
 
 
-def _value(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """One value as YAML on one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -63,7 +64,7 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, tuple):
-        return f"[{', '.join(_value(item) for item in value)}]"
+        return f"[{', '.join(value_text(item) for item in value)}]"
     assert value == {}, value
     return "{}"
 
