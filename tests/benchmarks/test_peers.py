@@ -1,5 +1,7 @@
 """The table that holds our train step against peers', and the processes it is made of."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.peers import CPU_SPEED, MAXTEXT, MEMORY, OURS, SPEED, START, TORCH, Run, Workload
+from benchmarks.tables import put
 
 
 def figures(speed: float, cpu_speed: float, **more: float) -> dict[str, float]:
@@ -22,17 +25,17 @@ def test_the_best_round_of_each_trainer_counts():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in peers.table(runs)]
     assert len({len(row) for row in rows}) == 1
     assert rows[2:] == [
-        ["8192", OURS, "4,000", "2,000", "5.0", "1.5", "", ""],
-        ["8192", MAXTEXT, "1,000", "800", "15.0", "1.0", "4.00", "2.50"],
-        ["experts", OURS, "600", "300", "", "", "", ""],
-        ["experts", MAXTEXT, "200", "200", "5.0", "1.0", "3.00", "1.50"],
+        ["vocabulary 8,192", OURS, "4,000", "2,000", "5.0", "1.5", "", ""],
+        ["vocabulary 8,192", MAXTEXT, "1,000", "800", "15.0", "1.0", "4.00", "2.50"],
+        ["8 experts, 2 a token", OURS, "600", "300", "", "", "", ""],
+        ["8 experts, 2 a token", MAXTEXT, "200", "200", "5.0", "1.0", "3.00", "1.50"],
     ]
 
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(peers, "HERE", tmp_path)
-    monkeypatch.setitem(peers.WORKLOADS, "experts", Workload({OURS: 3, TORCH: 2}, vocab=77, experts=True))
+    monkeypatch.setitem(peers.WORKLOADS, "experts", Workload("", {OURS: 3, TORCH: 2}, vocab=77, experts=True))
     return tmp_path
 
 
@@ -57,3 +60,36 @@ def test_a_trainer_that_fails_ends_the_comparison_with_what_it_wrote(scripts: Pa
     (scripts / "peer_torch.py").write_text("import sys; print('{}'); sys.exit('no module named torch')")
     with pytest.raises(SystemExit, match=r"(?s)peer_torch.py --vocab 77 --steps 2 failed.* code 1:\n.*no module"):
         peers.measure("experts", TORCH, sys.executable)
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(peers.DOCS, tmp_path / "docs"))
+
+
+def test_the_page_is_written_from_what_was_measured(docs: Path):
+    peers.write(docs)
+    written = (docs / "comparison.md").read_text()
+    assert written == (peers.DOCS / "comparison.md").read_text(), "run python benchmarks/peers.py --page"
+
+
+def test_new_runs_take_the_place_of_those_of_their_model(docs: Path):
+    before = json.loads((docs / "peers.json").read_text())
+    peers.keep(docs, [Run("8192", OURS, figures(3000, 2000)), Run("8192", MAXTEXT, figures(1500, 800))])
+    after = json.loads((docs / "peers.json").read_text())
+    assert list(after["models"]) == list(before["models"]) == list(peers.WORKLOADS)
+    assert [run["trainer"] for run in after["models"]["8192"]["runs"]] == [OURS, MAXTEXT]
+    assert after["models"]["experts"] == before["models"]["experts"]
+    assert after["compiled"] == before["compiled"]
+    page = (docs / "comparison.md").read_text()
+    assert "| vocabulary 8,192 | MaxText | 1,500 | 800 | 5.0 | 1.0 | 2.00 | 2.50 |" in page
+    assert "| vocabulary 8,192 | torch.compile |" not in page
+
+
+def test_a_page_without_the_marks_is_refused(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- peers: by hand -->\n<!-- peers: end -->\n")
+    with pytest.raises(ValueError, match="must each stand there once"):
+        put(page, "peers: written", "x")
+    put(page, "peers: by hand", "| a |")
+    assert page.read_text() == "<!-- peers: by hand -->\n\n| a |\n\n<!-- peers: end -->\n"
