@@ -1,8 +1,9 @@
 """The supervisor of an elastic run: starts workers, finds the dead and the hung, and opens generations.
 
-It uses no device and imports no JAX. A death is noticed by the system's own word (waitpid). Deaths are gathered for a
-moment before a generation is opened, and a generation is opened only when all of its members have answered, so that
-nobody waits for one that died before. See `membership` for the files, and docs/reliability.md for the whole.
+It uses no device and imports no JAX. A death is noticed by the system's own word (`last_breath`, and waitpid). Deaths
+are gathered for a moment before a generation is opened, and a generation is opened only when all of its members have
+answered, so that nobody waits for one that died before. See `membership` for the files, and docs/reliability.md for the
+whole.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import IO, Any
 
 from maxtext.config.schema import Config
 from maxtext.elastic.coordinator import Coordinator
+from maxtext.elastic.last_breath import killed_by
 from maxtext.elastic.membership import Beat, Control, Generation, Journal
 from maxtext.elastic.policy import LEAVE_SECONDS, START_SECONDS, Budget, back_off, choose_members, phase_limits
 from maxtext.elastic.worker import DONE, FAILED, MISTAKE, TRY_AGAIN, Spec
@@ -72,6 +74,7 @@ class Supervisor:
         self._environment, self._command = dict(environment), command
         self._coordinator = self._new_coordinator()
         self.processes: dict[int, Process] = {}
+        self._leaving: dict[int, subprocess.Popen[bytes]] = {}  # killed, and not yet ended by the system
         self.generation: Generation | None = None
         self._finished: dict[int, float] = {}
         self._start_at: dict[int, float] = dict.fromkeys(range(workers), 0.0)
@@ -108,8 +111,8 @@ class Supervisor:
         finally:
             for process in self.processes.values():
                 process.popen.kill()
-            for process in self.processes.values():
-                process.popen.wait()
+            for popen in (*self._leaving.values(), *(process.popen for process in self.processes.values())):
+                popen.wait()
             self._coordinator.close()
             self.journal.write("end", code=self._code)
             shutil.rmtree(self.root, ignore_errors=True)
@@ -122,7 +125,7 @@ class Supervisor:
     def _start_due(self) -> None:
         now = time.monotonic()
         for worker, at in list(self._start_at.items()):
-            if now < at or self._stop is not None:
+            if now < at or self._stop is not None or worker in self._leaving:
                 continue
             del self._start_at[worker]
             self.control.forget(worker)
@@ -134,8 +137,11 @@ class Supervisor:
             self.journal.write("started", worker=worker, pid=popen.pid)
 
     def _reap(self) -> None:
+        self._leaving = {worker: popen for worker, popen in self._leaving.items() if popen.poll() is None}
         for worker, process in list(self.processes.items()):
             code = process.popen.poll()
+            if code is None and (number := killed_by(process.popen.pid)) is not None:
+                code, self._leaving[worker] = -number, process.popen
             if code is None:
                 continue
             del self.processes[worker]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from benchmarks.elastic import read_lines
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import ElasticConfig, MeshConfig
 from maxtext.elastic import supervisor as module
+from maxtext.elastic.last_breath import killed_by
 from maxtext.elastic.supervisor import Supervisor
 from tests.runs import ROOT
 from tests.tiny import tiny_config
@@ -132,6 +134,42 @@ def test_deaths_at_one_moment_are_one_generation_and_all_grow_back(watch):
     assert one.groups()[-1][0] == 1, "who lived through it is rank 0 now"
     growth = one.events("proposed")[-1]
     assert growth["gentle"]
+
+
+def test_a_death_is_known_before_the_system_has_ended_the_process(watch, monkeypatch):
+    """And the replacement waits for that, because both are the same worker."""
+    poll, until = module.subprocess.Popen.poll, {}
+
+    def late(popen):
+        """As if its threads took a second to end."""
+        if killed_by(popen.pid) is None:
+            return poll(popen)
+        return poll(popen) if time.monotonic() > until.setdefault(popen.pid, time.monotonic() + 1.0) else None
+
+    one = watch()
+    one.wait(lambda: one.groups() == [[0, 1, 2]])
+    monkeypatch.setattr(module.subprocess.Popen, "poll", late)
+    at = time.monotonic()
+    one.signal(signal.SIGKILL, 1)
+    one.wait(lambda: bool(one.events("death")))
+    assert one.events("death")[0]["monotonic"] - at < 0.8
+    assert one.events("death")[0]["code"] == -signal.SIGKILL
+    one.wait(lambda: len(one.events("started")) == 4)
+    assert one.events("started")[-1]["monotonic"] - at > 0.9
+    monkeypatch.undo()
+
+
+def test_of_a_process_on_its_way_out_only_a_signal_is_told():
+    killed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    assert killed_by(killed.pid) is None, "alive"
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # they have ended, and nobody has asked for their codes
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert killed_by(killed.pid) == signal.SIGKILL
+    assert killed_by(ended.pid) is None
+    assert (killed.wait(), ended.wait()) == (-signal.SIGKILL, 3)
+    assert killed_by(killed.pid) is None, "gone"
 
 
 def test_deaths_in_short_order_are_gathered(watch, monkeypatch):
