@@ -1,6 +1,9 @@
 """Log-likelihoods of given tokens, on any mesh: what perplexity and downstream tasks are made of.
 
-Every row is computed by itself, so that results depend neither on the batch that it stands in nor on the mesh.
+Every row is computed by itself, so that results depend neither on the batch that it stands in nor on the mesh, but for
+the rounding of sums that a compiler orders otherwise on another mesh. With `train.determinism: any_mesh` not by a bit:
+a batch is cut into as many parts as virtual shards, and each device computes its run of them one after another with
+whole weights, by a program that is the same on every mesh (`parallel/isolated.py`).
 
 Dims: B rows in a batch, T position, C choices, D model width, V vocabulary.
 """
@@ -8,16 +11,18 @@ Dims: B rows in a batch, T position, C choices, D model width, V vocabulary.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from maxtext.config.schema import Config
 from maxtext.kernels.cross_entropy import token_nll
 from maxtext.model.decoder import Decoder, decoder_forward
 from maxtext.model.loss import HIDDEN, TOKENS, VOCAB, WHOLE_HEAD, nll, whole_head
+from maxtext.parallel.isolated import isolated
 from maxtext.parallel.mesh import batch_devices
 from maxtext.parallel.sharding import per_device, sharding, spec
 
@@ -27,13 +32,19 @@ class Scorer:
 
     def __init__(self, cfg: Config, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._row_nats = jax.jit(functools.partial(_row_nats, cfg=cfg))
-        self._choice_nats = jax.jit(functools.partial(_choice_nats, cfg=cfg))
+        self._shares = batch_devices(mesh)
+        row_nats, choice_nats = (functools.partial(one, cfg=cfg) for one in (_row_nats, _choice_nats))
+        if cfg.train.determinism == "any_mesh":
+            self._shares = cfg.virtual_shards
+            row_nats, choice_nats = (functools.partial(_of_shards, jax.jit(functools.partial(
+                _alike, one, cfg.virtual_shards // mesh.size))) for one in (row_nats, choice_nats))
+        else:
+            row_nats, choice_nats = (jax.jit(functools.partial(_replicated, one)) for one in (row_nats, choice_nats))
+        self._row_nats, self._choice_nats = row_nats, choice_nats
 
     def batch_rows(self, rows: int) -> int:
-        """`rows`, raised to what the devices can share evenly."""
-        devices = batch_devices(self._mesh)
-        return -(-rows // devices) * devices
+        """`rows`, raised to what the devices, or the virtual shards, can share evenly."""
+        return -(-rows // self._shares) * self._shares
 
     def row_nats(self, params: Decoder, tokens_BT: np.ndarray, targets_BT: np.ndarray, weights_BT: np.ndarray,
                  batch: int) -> jax.Array:
@@ -59,8 +70,7 @@ class Scorer:
 
 def _row_nats(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
               cfg: Config) -> jax.Array:
-    nats_B = (nll(p, tokens_BT, targets_BT, cfg) * weights_BT).sum(-1)
-    return jax.sharding.reshard(nats_B, spec(None))
+    return (nll(p, tokens_BT, targets_BT, cfg) * weights_BT).sum(-1)
 
 
 def _choice_nats(p: Decoder, tokens_BT: jax.Array, positions_B1: jax.Array, choices_BC: jax.Array, *,
@@ -75,5 +85,28 @@ def _choice_nats(p: Decoder, tokens_BT: jax.Array, positions_B1: jax.Array, choi
 
     x_BTD = decoder_forward(p, tokens_BT, cfg.model, cfg.execution)
     run = per_device(local, (HIDDEN, WHOLE_HEAD, TOKENS, TOKENS), TOKENS)
-    nats_BC = run(x_BTD, whole_head(p, x_BTD.dtype), positions_B1, choices_BC)
-    return jax.sharding.reshard(nats_BC, spec(None, None))
+    return run(x_BTD, whole_head(p, x_BTD.dtype), positions_B1, choices_BC)
+
+
+def _replicated(nats: Callable[..., jax.Array], p: Decoder, *arrays: jax.Array) -> jax.Array:
+    found = nats(p, *arrays)
+    return jax.sharding.reshard(found, spec(*(None,) * found.ndim))
+
+
+def _of_shards(compiled: Callable[..., jax.Array], p: Decoder, *arrays: jax.Array) -> jax.Array:
+    return compiled(np.True_, p, *arrays)  # an argument, whose value the compiler cannot know
+
+
+def _alike(nats: Callable[..., jax.Array], count: int, runs: jax.Array, p: Decoder, *arrays: jax.Array) -> jax.Array:
+    """`nats` of each device's rows, in `count` parts, with the same bits on every mesh; `runs`: see `isolated`."""
+    whole = jax.tree.map(lambda w: jax.sharding.reshard(w, PartitionSpec()), p)
+
+    @functools.partial(jax.shard_map, in_specs=(PartitionSpec(), PartitionSpec(), *(spec("batch") for _ in arrays)),
+                       out_specs=spec("batch"), check_vma=False)
+    def local(runs: jax.Array, whole: Decoder, *arrays: jax.Array) -> jax.Array:
+        parts = [x.reshape(count, -1, *x.shape[1:]) for x in arrays]
+        nats_of = jax.lax.map(lambda own: isolated(nats, runs, whole, *own), parts)
+        return nats_of.reshape(-1, *nats_of.shape[2:])
+
+    found = local(runs, whole, *arrays)
+    return jax.sharding.reshard(found, spec(*(None,) * found.ndim))

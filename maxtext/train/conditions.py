@@ -12,7 +12,9 @@ from maxtext.config.schema import Config
 from maxtext.parallel.mesh import sizes_of
 from maxtext.train.resume import ResumeError
 
-DEVICE_COUNT = "--xla_force_host_platform_device_count="  # of virtual devices, which the mesh says
+# Flags that decide no bit: the number of virtual devices, which the mesh says, and what `maxtext launch` adds for jobs.
+FREE_FLAGS = ("--xla_force_host_platform_device_count=", "--xla_cpu_collective_timeout_seconds=",
+              "--xla_cpu_collective_call_terminate_timeout_seconds=")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -23,7 +25,7 @@ def conditions(cfg: Config, mesh: Mesh) -> dict[str, str]:
     device = mesh.devices.flat[0]
     found = {"device": _processor() if device.platform == "cpu" else device.device_kind}
     for name in FLAGS:
-        kept = [flag for flag in os.environ.get(name, "").split() if not flag.startswith(DEVICE_COUNT)]
+        kept = [flag for flag in os.environ.get(name, "").split() if not flag.startswith(FREE_FLAGS)]
         found[name] = " ".join(sorted(kept))
     if cfg.train.determinism == "same_mesh":
         found["mesh"] = " x ".join(f"{axis} {size}" for axis, size in sizes_of(mesh).items())

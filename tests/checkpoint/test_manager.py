@@ -19,9 +19,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 from maxtext.checkpoint import manager, manifest
+from maxtext.checkpoint.integrity import tree_fingerprints
 from maxtext.checkpoint.manager import CheckpointError, Checkpoints
 from tests.checkpoint.states import P, abstract, child_environment, config, found, host_bits, make_mesh, make_state
 
+MESHES = [(8, 1), (4, 2), (2, 2), (2, 1), (1, 1)]
 EXTRA = {"data": {"epoch": 2, "next": 17}, "rng": [1, 2], "note": "é", "seconds": 0.1}
 
 
@@ -72,6 +74,20 @@ def test_restored_on_another_mesh(saved_on_8: str, fsdp: int, tensor: int):
         assert got.sharding.is_equivalent_to(want.sharding, want.ndim), path
         assert jax.typeof(got).sharding.spec == jax.typeof(jax.device_put(got, want.sharding)).sharding.spec, path
         assert len(got.sharding.device_set) == fsdp * tensor, path
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("saver", MESHES)
+def test_fingerprints_are_those_that_were_saved_on_every_mesh(tmp_path: Path, saver: tuple[int, int]):
+    """Of every ordered pair; of the restored arrays themselves, not as the manager has compared them."""
+    saved = make_state(make_mesh(*saver))
+    checkpoints = Checkpoints(str(tmp_path), config(asynchronous=False))
+    checkpoints.save(1, saved, {})
+    prints = tree_fingerprints(saved)
+    assert len(prints) == 19
+    for reader in MESHES:
+        restored = found(checkpoints.restore(abstract(make_mesh(*reader))))
+        assert tree_fingerprints(restored.state) == prints, reader
     checkpoints.close()
 
 

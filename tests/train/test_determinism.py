@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import numpy as np
@@ -192,6 +193,17 @@ def test_a_resume_under_others_is_refused(kind, change, message):
     assert "or write train.determinism: none" in str(error.value)
     none = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, determinism="none"))
     check_conditions(none, mesh_of(DATA), restored(cfg, change))
+
+
+def test_flags_that_decide_no_bit_are_no_condition(monkeypatch):
+    """The number of virtual devices, and what `maxtext launch` adds for its workers."""
+    saved = restored(config())
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("count=8", "count=2") + (
+        " --xla_cpu_collective_call_terminate_timeout_seconds=9 --xla_cpu_collective_timeout_seconds=9"))
+    check_conditions(config(), mesh_of(DATA), saved)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_other")
+    with pytest.raises(ResumeError, match="--xla_other"):
+        check_conditions(config(), mesh_of(DATA), saved)
 
 
 def test_other_versions_are_other_conditions():
