@@ -49,9 +49,13 @@ class Job:
 
     def step(self) -> int:
         """The last update in metrics.jsonl, -1 before the first line."""
+        return self.step_of(self.run_dir)
+
+    @staticmethod
+    def step_of(run_dir: Path) -> int:
         from maxtext.report.run_files import last_step
 
-        return last_step(str(self.run_dir))
+        return last_step(str(run_dir))
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 180.0, name: str = "") -> Any:
         """Waits until `what()` is true and returns it; AssertionError with the log when the job ends before."""
@@ -88,15 +92,19 @@ class Job:
 
 @contextlib.contextmanager
 def job(config: Path | str, run_dir: Path, workers: int, devices: int, overrides: Sequence[str] = (),
-        environment: Mapping[str, str] = os.environ, options: Sequence[str] = ()) -> Iterator[Job]:
-    """Starts a job; whatever happens inside, none of its processes is left afterwards."""
+        environment: Mapping[str, str] = os.environ, options: Sequence[str] = (),
+        command: str = "") -> Iterator[Job]:
+    """Starts a job; whatever happens inside, none of its processes is left afterwards.
+
+    `command` is a file to run in place of the command line.
+    """
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     log = run_dir.parent / f"{run_dir.name}.log"
     with open(log, "w") as file:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "maxtext.cli", "launch", "local", str(config), f"--workers={workers}",
-             f"--devices-per-worker={devices}", *options, f"output_dir={run_dir.parent}", f"run_name={run_dir.name}",
-             *overrides],
+            [sys.executable, *([command] if command else ["-m", "maxtext.cli"]), "launch", "local", str(config),
+             f"--workers={workers}", f"--devices-per-worker={devices}", *options, f"output_dir={run_dir.parent}",
+             f"run_name={run_dir.name}", *overrides],
             env={**environment, "PYTHONPATH": str(ROOT)}, stdout=file, stderr=subprocess.STDOUT, text=True)
     one = Job(supervisor, run_dir, log)
     try:

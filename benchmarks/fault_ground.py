@@ -71,17 +71,38 @@ class Ground:
         self._context.set_forkserver_preload(["benchmarks.fault_injection"])
         self._straight: dict[tuple[str, ...], Any] = {}
 
-    def start(self, name: str, *overrides: str, faults: Iterable[Any] = (), guarded: bool = False) -> Any:
-        """Starts a process that trains the run `name`."""
+    def start(self, name: str, *overrides: str, faults: Iterable[Any] = (), guarded: bool = False,
+              devices: int = DEVICES) -> Any:
+        """Starts a process that trains the run `name` on so many virtual devices."""
         from benchmarks import fault_injection
 
         (self.folder / "logs").mkdir(exist_ok=True)
         log = str(self.folder / "logs" / f"{name}.txt")
         arguments = [str(self.yaml), f"run_name={name}", *overrides]
         process = self._context.Process(target=fault_injection.train, daemon=False, args=(
-            arguments, list(faults), [] if guarded else self.without, log))
+            arguments, list(faults), [] if guarded else self.without, log, devices))
         process.start()
         return process
+
+    def apart(self, function: Callable[..., Any], *given: Any, seconds: float = 600.0) -> Any:
+        """What `function(*given)` returns in a process of its own, without the guards that are off."""
+        from benchmarks import fault_injection
+
+        ours, theirs = self._context.Pipe(duplex=False)
+        log = str(self.folder / "apart.txt")
+        process = self._context.Process(target=fault_injection.answer,
+                                        args=(function, given, self.without, theirs, log))
+        process.start()
+        theirs.close()
+        try:
+            if not ours.poll(seconds):
+                raise Failed(f"{function.__name__} hung for {seconds:g} s")
+            return ours.recv()
+        except EOFError:
+            raise Failed(f"{function.__name__} ended without an answer: {Path(log).read_text()[-2000:]}") from None
+        finally:
+            process.kill()
+            process.join()
 
     def end(self, process: Any, name: str, seconds: float = 90.0) -> Ended:
         """Waits for a process; Failed when it hangs."""
@@ -95,26 +116,26 @@ class Ground:
         return Ended(process.exitcode, log, time.monotonic() - began)
 
     def train(self, name: str, *overrides: str, faults: Iterable[Any] = (), guarded: bool = False,
-              seconds: float = 90.0) -> Ended:
-        return self.end(self.start(name, *overrides, faults=faults, guarded=guarded), name, seconds)
+              seconds: float = 90.0, devices: int = DEVICES) -> Ended:
+        return self.end(self.start(name, *overrides, faults=faults, guarded=guarded, devices=devices), name, seconds)
 
-    def finish(self, name: str, *overrides: str) -> None:
+    def finish(self, name: str, *overrides: str, seconds: float = 90.0, devices: int = DEVICES) -> None:
         """Starts the command again, as a person would; Failed unless the run is then complete."""
-        ended = self.train(name, *overrides)
+        ended = self.train(name, *overrides, seconds=seconds, devices=devices)
         if ended.code != 0:
             raise Failed(f"started again, {name} exited with {ended.code}: {ended.log.strip()[-300:]}")
 
-    def straight(self, *overrides: str, journal: str = "") -> Path:
-        """An undisturbed run, and with the decisions of a journal as if known before; made once."""
-        key = (*overrides, journal)
+    def straight(self, *overrides: str, journal: str = "", faults: Iterable[Any] = ()) -> Path:
+        """An undisturbed run, made once: with the decisions of a journal as if known before, or faults in its data."""
+        key, faults = (*overrides, journal, repr(faults)), list(faults)
         if key not in self._straight:
             name = f"straight{len(self._straight)}"
             run_dir = self.folder / "runs" / name
             if journal:
                 run_dir.mkdir(parents=True)
                 (run_dir / "journal.jsonl").write_text(journal)
-            faults = [("known_decisions", {})] if journal else []
-            ended = self.train(name, *overrides, faults=faults, guarded=True)
+                faults = [*faults, ("known_decisions", {})]
+            ended = self.train(name, *overrides, faults=faults, guarded=True, seconds=600)
             if ended.code != 0:
                 raise RuntimeError(f"the undisturbed run exited with {ended.code}: {ended.log[-2000:]}")
             self._straight[key] = run_dir
@@ -136,12 +157,16 @@ class Ground:
             raise Failed(f"the updates that {name} has logged are not those of the undisturbed run")
 
     def outcome(self, name: str) -> tuple[list[float], int]:
-        """Seconds of each recovery, and updates done again, from the run's own ledger."""
+        """Seconds of each recovery, and the most updates that one of them did again, from the run's own ledger."""
         from maxtext.report.goodput import goodput
         from maxtext.report.run_files import read_run
 
-        found = goodput(read_run(str(self.directory(name))))
-        return ([], 0) if found is None else (found.recoveries, found.lost_updates)
+        run = read_run(str(self.directory(name)))
+        found = goodput(run)
+        if found is None:
+            return [], 0
+        skipped = sum(bool(record.get("optim/step skipped")) for record in run.records)
+        return found.recoveries, skipped + max((e["updates"] for e in run.events if e["event"] == "lost"), default=0)
 
 
 def saved_bits(run_dir: Path, step: int) -> dict[str, tuple[str, bytes]]:
@@ -162,11 +187,18 @@ def saved_bits(run_dir: Path, step: int) -> dict[str, tuple[str, bytes]]:
 
 @dataclasses.dataclass
 class Trial:
-    """One trial: its random numbers, the runs that it made, and what its recoveries took."""
+    """One run through a number of faults: its random numbers, and what its recoveries took.
+
+    Attributes:
+      faults: how many it injects. When it fails, all of them count as failed.
+      failures: of single faults, where they can be told apart.
+    """
 
     ground: Ground
     name: str
     seed: str
+    faults: int = 1
+    failures: list[str] = dataclasses.field(default_factory=list)
     recoveries: list[float] = dataclasses.field(default_factory=list)
     lost: int = 0
 
@@ -190,12 +222,20 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A kind of fault; `guards` are those without which its trials fail."""
+    """A kind of fault.
+
+    Attributes:
+      guards: those without which its trials fail.
+      full: trials in the full campaign.
+      at_once: the most faults that go into one run.
+    """
 
     name: str
     doc: str
     guards: tuple[str, ...]
     run: Callable[[Trial], None]
+    full: int = 10
+    at_once: int = 1
 
 
 def records(ground: Ground, name: str) -> list[dict[str, Any]]:

@@ -10,12 +10,14 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +27,12 @@ import numpy as np
 import orbax.checkpoint  # noqa: F401  here, so that it is loaded before a process is split off
 
 from maxtext import cli
-from maxtext.checkpoint import arrays, lease, manager, manifest, upkeep
+from maxtext.checkpoint import arrays, lease, manager, manifest, tiers, upkeep
 from maxtext.data import DataError, pipeline, reader
 from maxtext.data.journal import Journal
-from maxtext.train import lock, loop, optim, watchdog
+from maxtext.elastic.attempt import ElasticAttendance
+from maxtext.elastic.worker import Worker
+from maxtext.train import lock, loop, optim, step, watchdog
 from maxtext.train.corruption import Comparison
 from maxtext.train.metrics import MetricsWriter
 from maxtext.train.stop import Stopper
@@ -36,18 +40,31 @@ from maxtext.train.stop import Stopper
 Fault = tuple[str, dict[str, Any]]
 
 
-def train(arguments: Sequence[str], faults: Sequence[Fault], without: Sequence[str], log: str) -> None:
-    """Trains in this process and ends it with the exit code of the command line."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    for guard in without:
-        GUARDS[guard]()
+def train(arguments: Sequence[str], faults: Sequence[Fault], without: Sequence[str], log: str, devices: int) -> None:
+    """Trains in this process, on so many virtual devices, and ends it with the exit code of the command line."""
+    _begin(log, without)
+    count = "--xla_force_host_platform_device_count"
+    os.environ["XLA_FLAGS"] = re.sub(rf"{count}=\d+", f"{count}={devices}", os.environ["XLA_FLAGS"])
     for name, numbers in faults:
         FAULTS[name](**numbers)
     code = cli.train(list(arguments))
     sys.stdout.flush()
     sys.exit(code)
+
+
+def answer(function: Callable[..., Any], given: Sequence[Any], without: Sequence[str], to: Connection,
+           log: str) -> None:
+    """Sends what a function returns."""
+    _begin(log, without)
+    to.send(function(*given))
+
+
+def _begin(log: str, without: Sequence[str]) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for guard in without:
+        GUARDS[guard]()
 
 
 def before(owner: Any, name: str, action: Callable[..., None]) -> None:
@@ -177,7 +194,8 @@ def slow_store(seconds: float) -> None:
 
 def slow_updates(seconds: float) -> None:
     """Each update takes longer, so that others come in between."""
-    before(loop.Attendance, "fetch", lambda *given: time.sleep(seconds))
+    for attendance in (loop.Attendance, ElasticAttendance):
+        before(attendance, "fetch", lambda *given: time.sleep(seconds))
 
 
 def stall(update: int, seconds: float) -> None:
@@ -331,6 +349,19 @@ def _no_fingerprints() -> None:
     manager.integrity.tree_fingerprints = lambda state: {}
 
 
+def _no_block_hashes() -> None:
+    tiers._digest = lambda data: ""
+
+
+def _no_fixed_sums() -> None:
+    """Sums are in the order that each mesh gives, under the name of a promise that they are not."""
+    step.gradient_of_shards = step.batch_gradient
+
+
+def _no_supervisor() -> None:
+    Worker._look_for_supervisor = lambda self: None  # type: ignore[method-assign]
+
+
 def _no_stop() -> None:
     Stopper._receive = lambda *given: None  # type: ignore[method-assign]
 
@@ -343,7 +374,8 @@ def _no_config_check() -> None:
 GUARDS: dict[str, Callable[[], None]] = {
     "fence": _no_fence, "lock": _no_lock, "masks": _no_masks, "retry": _no_retry, "journal": _no_journal,
     "skips": _no_skips, "watchdog": _no_watchdog, "comparison": _no_comparison, "hashes": _no_hashes,
-    "fingerprints": _no_fingerprints, "stop": _no_stop, "config": _no_config_check}
+    "fingerprints": _no_fingerprints, "stop": _no_stop, "config": _no_config_check,
+    "block hashes": _no_block_hashes, "fixed sums": _no_fixed_sums, "supervisor": _no_supervisor}
 
 
 # ---- pieces of faults

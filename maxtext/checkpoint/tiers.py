@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -193,6 +194,16 @@ def slots_below(root: str, run: str, told: Callable[[str], None]) -> Iterator[Sl
             told(f"snapshot {path} is of another run ({slot.id.run}, not {run})")
             continue
         yield slot
+
+
+def memory_folder() -> str:
+    """A folder of a file system in memory; on systems without one, that of temporary files."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def memory_prefix(run_dir: str) -> str:
+    """How the names of a run's folders there begin."""
+    return f"maxtext-{hashlib.blake2b(os.path.abspath(run_dir).encode(), digest_size=6).hexdigest()}-"
 
 
 def worker_folder(root: str, worker: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import hashlib
 import math
 import os
 import re
@@ -56,6 +55,7 @@ def run(argv: Sequence[str], write_report: Callable[[str], None]) -> int:
 def _supervise(cfg: Config, config_text: str, workers: int, devices: int, peer: bool) -> int:
     import signal
 
+    from maxtext.checkpoint.tiers import memory_folder, memory_prefix
     from maxtext.elastic.supervisor import Supervisor, signals_to
     from maxtext.train.console import table_text
     from maxtext.train.lock import RunInUseError, machine_lock
@@ -99,16 +99,6 @@ def rows(cfg: Config, workers: int, devices: int, peer: bool, root: str) -> list
         ("files", f"{cfg.run_dir}/elastic.jsonl tells what happened, {cfg.run_dir}/workers/ has the workers' logs; "
                   f"snapshots lie in {root}"),
     ]
-
-
-def memory_folder() -> str:
-    """A folder of a file system in memory; on systems without one, that of temporary files."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-
-
-def memory_prefix(run_dir: str) -> str:
-    """How the names of a run's folders there begin."""
-    return f"maxtext-{hashlib.blake2b(os.path.abspath(run_dir).encode(), digest_size=6).hexdigest()}-"
 
 
 def worker_environment(environment: Mapping[str, str], devices: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from benchmarks.elastic import job, kill_and_recover, kill_twice, read_lines, wait_until_whole
-from maxtext.elastic.launch import memory_folder, memory_prefix
+from maxtext.checkpoint.tiers import memory_folder, memory_prefix
 from maxtext.train.loop import train
 from tests.runs import saved_bits, saved_steps
 
