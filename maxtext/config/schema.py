@@ -291,8 +291,11 @@ class CheckpointConfig:
                                  "without a good one the run stops.", 7200.0, above=0)
     allow_fresh: bool = field("Whether a run that has saved checkpoints, none of which is good any more, may start "
                               "from scratch.", False)
-    snapshot_every: int = field("Elastic runs: updates between copies of the state in the hosts' memory, from which "
-                                "the workers that are left go on.", 10, minimum=1)
+    snapshots: bool = field("Plain runs too keep copies of the state in the hosts' memory, as elastic runs always do: "
+                            "a process that died goes on from there when it is started again on the same machine. They "
+                            "take twice the size of the state in /dev/shm.", False)
+    snapshot_every: int = field("Updates between copies of the state in the hosts' memory, from which the workers of "
+                                "an elastic run that are left go on.", 10, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,6 +79,9 @@ class Attendance:
         """Keeps a copy of the state in memory outside of this process; `wait` until it is whole. False: it is not."""
         return False
 
+    def ended(self) -> None:
+        """The run is complete, or stopped with all saved: nothing in memory is needed any more."""
+
     def restore(self, abstract_state: PyTree, newer_than: int) -> Restored | None:
         """The newest copy in memory that is whole, unless it is older than step `newer_than`."""
         return None

@@ -46,6 +46,7 @@ from maxtext.train.corruption import Comparison
 from maxtext.train.expert_loads import ExpertLoads
 from maxtext.train.guard import GoBack, Guard, Skips, leave_branch
 from maxtext.train.ledger import Ledger
+from maxtext.train.memory import RememberingAttendance
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.records import Record, router_record, step_record
 from maxtext.train.resume import check_files, check_new_run, check_same_run
@@ -91,7 +92,7 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
       TrainingError: when too many updates are skipped and going back does not help.
       MembersChanged: of an elastic run, which another attempt continues.
     """
-    attendance = attendance or Attendance()
+    attendance = attendance or (RememberingAttendance(cfg) if cfg.checkpoint.snapshots else Attendance())
     with ExitStack() as held:
         leases: list[Lease | None] = []
 
@@ -100,7 +101,9 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
             return 0
 
         from_process_0(lock)
-        return _train(cfg, origins, devices, attendance, found, leases[0] if leases else None)
+        outcome = _train(cfg, origins, devices, attendance, found, leases[0] if leases else None)
+        attendance.ended()
+    return outcome
 
 
 def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.Device] | None,

@@ -164,6 +164,8 @@ def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str, why_mesh:
         *([("mesh: auto", "; ".join(why_mesh))] if why_mesh else []),
         ("memory", f"about {_bytes(memory.total)} a device: {split}"),
         ("checkpoint", f"{_bytes(state_bytes(cfg))} each, {every}, {kept}"),
+        *([("snapshots", f"every {cfg.checkpoint.snapshot_every:,} updates, two in the hosts' memory; they survive the "
+                         f"death of a process, not of its machine")] if cfg.checkpoint.snapshots else []),
         ("outputs", cfg.run_dir),
     ]
 
