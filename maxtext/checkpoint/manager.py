@@ -1,4 +1,4 @@
-"""Save and restore training states. Orbax writes the arrays; our manifest, written last, makes a step count.
+"""Save training states. Orbax writes the arrays; our manifest, written last, makes a step count.
 
 Orbax's CheckpointManager is not used: it lists any directory with a number for a name, forgets steps after a failed
 save, skips a step that exists already and checks no stored byte. See `manifest` for the layout on disk.
@@ -13,17 +13,18 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from maxtext.checkpoint import arrays, integrity, manifest, streamed, upkeep
-from maxtext.checkpoint.lease import Lease, newest_saved
-from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry, Leaf, Manifest
-from maxtext.checkpoint.processes import all_agree, from_process_0
+from maxtext.checkpoint.lease import Lease
+from maxtext.checkpoint.manifest import CheckpointError, Damaged, Leaf, Manifest
+from maxtext.checkpoint.processes import from_process_0
 from maxtext.checkpoint.provenance import provenance, versions
+from maxtext.checkpoint.restoring import Restored, SavedSteps
 from maxtext.config.reason import placed
 from maxtext.config.schema import CheckpointConfig
 
@@ -31,25 +32,7 @@ __all__ = ["CheckpointError", "Checkpoints", "Restored"]
 
 PyTree = Any
 log = logging.getLogger("maxtext.checkpoint")
-_NAMED = 5  # of the names that are no checkpoints, in a warning
 _RETRY_SECONDS = (5.0, 600.0)  # after a first failed save; doubled with each further one up to the second
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """What `Checkpoints.restore` found: `state` has the structure and shardings that were asked for."""
-
-    step: int
-    state: PyTree
-    extra: Any
-    config_text: str
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def other_versions(self) -> list[str]:
-        """What it was saved with and is restored without, in words; such a run goes on, but not to the same bits."""
-        now = versions()
-        return [f"{name} {was}, now {now[name]}" for name, was in self.versions.items() if now.get(name, was) != was]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +48,8 @@ class _Save:
     arrays: str = ""
 
 
-class Checkpoints:
-    """The checkpoints in one directory.
+class Checkpoints(SavedSteps):
+    """The checkpoints in one directory: what is there is read by the base class, and more are saved.
 
     Args:
       directory: a local or mounted path; it need not exist yet.
@@ -84,70 +67,18 @@ class Checkpoints:
 
     def __init__(self, directory: str, cfg: CheckpointConfig, *, config_text: str = "", writer: bool = True,
                  lease: Lease | None = None) -> None:
-        if "://" in str(directory):
-            raise CheckpointError(f"checkpoints need a local or mounted path, not {directory}; mount the bucket first")
-        self.directory = os.path.abspath(directory)
-        self._cfg, self._config_text, self._writer, self._lease = cfg, config_text, writer, lease
-        self._orbax = arrays.Orbax()
+        super().__init__(directory, cfg, writer)
+        self._config_text, self._lease = config_text, lease
         self._saving: threading.Thread | None = None
-        self._saving_step: int | None = None
         self._failure: CheckpointError | None = None
         self._failures, self._failed_at, self._good_at = 0, 0.0, time.monotonic()
         self._abandoned = False
-        self._told: set[str] = set()
-        self._tried: set[str] = set()
         # Python's public hooks run too late for a last save: the executors that Orbax needs have stopped by then. This
         # one runs before they stop, because hooks run last in, first out and theirs stands already.
         assert concurrent.futures.thread
         threading._register_atexit(_join_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         if writer and jax.process_index() == 0:
             self._prepare()
-
-    # ---- reading what is there
-
-    def steps(self) -> list[int]:
-        """Steps that are complete on disk (manifest valid, every file there with its size), ascending."""
-        return [entry.step for entry in self._scan() if entry.status == "good" and entry.step is not None]
-
-    def latest(self) -> int | None:
-        """The newest of `steps()`."""
-        return max(self.steps(), default=None)
-
-    def read_extra(self, step: int) -> Any:
-        """The `extra` that step was saved with, without reading its arrays."""
-        return self._manifest(step).extra
-
-    def config_text(self, step: int) -> str:
-        """The config that step was saved with, without reading its arrays."""
-        return self._manifest(step).config_text
-
-    def _manifest(self, step: int) -> Manifest:
-        path = self._path(manifest.step_name(step))
-        try:
-            return manifest.read(path)
-        except (Damaged, OSError) as error:
-            raise CheckpointError(f"{path}: {placed(error)}; good steps are {self.steps()}") from None
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.directory, name)
-
-    def _scan(self) -> list[Entry]:
-        """All entries; whatever is ignored is named in a warning, once."""
-        entries = manifest.scan(self.directory)
-        for entry in entries:
-            ours = entry.step is not None and entry.step == self._saving_step
-            if entry.status in ("damaged", "partial", "unfinished", "stale") and not ours:
-                self._tell([entry.name], f"{self._path(entry.name)}: {entry.reason}")
-        if foreign := [entry.name for entry in entries if entry.status == "foreign"]:
-            others = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
-            self._tell(foreign, f"what is no checkpoint in {self.directory}: {', '.join(foreign[:_NAMED])}{others}")
-        return entries
-
-    def _tell(self, names: list[str], what: str) -> None:
-        """A warning, unless it would say nothing new."""
-        if not self._told.issuperset(names):
-            log.warning("checkpoint directory: ignored %s", what)
-        self._told.update(names)
 
     # ---- saving
 
@@ -192,7 +123,8 @@ class Checkpoints:
           leaves: every leaf by its dotted name.
           pieces: (leaf, row of its first dim or None for the whole leaf, array); each exactly once, in any order.
 
-        Waits until the step is committed; of one process only. Raises CheckpointError as `wait` does.
+        Waits until the step is committed; of one process only. Raises CheckpointError as `wait` does, and what `pieces`
+        raises.
         """
         assert self._writer, "opened for reading"
         assert jax.process_count() == 1, "only one process can stream"
@@ -204,10 +136,13 @@ class Checkpoints:
         try:
             job = dataclasses.replace(job, arrays=manifest.arrays_name(_begin(step_dir), self._token()))
             writer = streamed.Writer(os.path.join(step_dir, job.arrays), leaves)
-            for name, row, array in pieces:
+            for name, row, array in _apart(pieces):
                 writer.write(name, row, array)
             writer.close()
             self._commit(dataclasses.replace(job, sums=writer.sums))
+        except _NotOurs as error:
+            self._discard(job)
+            raise error.why from None
         except Exception as error:
             self._failed(job, error)
         self.wait()
@@ -310,13 +245,17 @@ class Checkpoints:
             log.error("step %d is saved, but an old one could not be deleted: %s", saved.step, placed(error))
 
     def _failed(self, job: _Save, error: Exception) -> None:
-        """Log and keep the failure; remove what this attempt wrote, so that a full disk gets its room back."""
+        """Log and keep the failure; the room of what this attempt wrote comes back to a full disk."""
         self._failure = CheckpointError(
             f"step {job.step} was not saved to {job.step_dir}: {arrays.reason(error)}; earlier steps are as they were"
         )
         self._failure.__cause__ = error
         self._failures, self._failed_at = self._failures + 1, time.monotonic()
         log.error("%s", self._failure)
+        self._discard(job)
+
+    def _discard(self, job: _Save) -> None:
+        """Remove what an attempt wrote."""
         self._saving_step = None
         with contextlib.suppress(Exception):
             self._orbax.close()
@@ -349,122 +288,25 @@ class Checkpoints:
         for aside in upkeep.set_aside_after(self.directory, step):
             log.warning("%s: set aside, the run has gone back to step %d", self._path(aside), step)
 
-    # ---- restoring
-
-    def restore(self, abstract_state: PyTree, step: int | None = None, *, partial: bool = False,
-                finite: Callable[[str], bool] | None = None) -> Restored | None:
-        """The newest good step (or `step`), verified, as arrays with the shardings of `abstract_state`.
-
-        Args:
-          abstract_state: a tree of jax.ShapeDtypeStruct; a leaf without a sharding goes to the first device. The mesh
-            need not be the one that saved.
-          step: exactly this step, with no fall-back; None tries the newest first.
-          partial: leaves that were saved but are not in `abstract_state` are left unread instead of refused.
-          finite: for which leaves, by name, a NaN or infinite value makes a step one that is not tried; None: for none.
-
-        Returns None when the directory has never held a checkpoint, as far as it and the lease beside it tell, or when
-        none of them is good and `checkpoint.allow_fresh` is set. A step whose manifest, files or restored arrays
-        are not what was saved is renamed to `<name>.bad-N`, named in a warning, and the next older one is tried.
-        Raises CheckpointError when there were checkpoints but none is good, and when the leaves asked for differ from
-        those saved in name, shape or dtype (every such leaf is listed; nothing is renamed or converted).
-        """
-        self.join()
-        wanted = integrity.named_leaves(abstract_state)
-        treedef = jax.tree.structure(abstract_state)
-        if step is not None:
-            try:
-                return self._load(self._path(manifest.step_name(step)), wanted, treedef, partial)
-            except Damaged as damage:
-                others = [other for other in self.steps() if other != step]  # steps() does not read the arrays
-                raise CheckpointError(
-                    f"step {step} in {self.directory} is bad: {damage}; good steps are {others}") from None
-        while (candidate := from_process_0(lambda: self._newest(finite))) >= 0:
-            name = manifest.step_name(candidate)
-            try:
-                return self._load(self._path(name), wanted, treedef, partial)
-            except Damaged as damage:
-                self._quarantine(name, str(damage))
-        self._refuse_fresh_start()
-        return None
-
-    def _newest(self, finite: Callable[[str], bool] | None) -> int:
-        """The newest step worth trying, -1 when there is none."""
-        found = []
-        for entry in self._scan():
-            if entry.step is None or entry.status not in ("good", "damaged") or entry.name in self._tried:
-                continue
-            broken = []
-            if entry.manifest is not None and finite is not None:
-                broken = [name for name, leaf in entry.manifest.leaves.items() if leaf.nonfinite and finite(name)]
-            if broken:
-                self._tell([entry.name], f"{self._path(entry.name)}: NaN or infinite values in {', '.join(broken)}")
-            else:
-                found.append(entry.step)
-        return max(found, default=-1)
-
-    def _quarantine(self, name: str, reason: str) -> None:
-        self._tried.add(name)
-        if jax.process_index() != 0:
-            return
-        renamed = "left in place"
-        if self._writer:
-            try:
-                renamed = f"renamed to {upkeep.set_aside(self.directory, name, 'bad')}"
-            except OSError as error:
-                renamed = f"could not be renamed ({error.strerror})"
-            else:
-                self._tried.discard(name)
-        log.warning(
-            "checkpoint %s is bad and was not used: %s; %s, trying the one before", self._path(name), reason, renamed
-        )
-
-    def _refuse_fresh_start(self) -> None:
-        """CheckpointError if the run ever held a step: starting anew would silently throw it away."""
-        seen = [f"{entry.name} ({entry.reason or 'failed its checks'})" for entry in manifest.scan(self.directory)
-                if entry.status in ("good", "damaged", "partial", "bad", "superseded", "stale")]
-        newest = newest_saved(os.path.dirname(self.directory))
-        if not seen and newest is None:
-            return
-        listed = "; ".join(seen) or f"it holds none at all, though step {newest} was saved (is it mounted?)"
-        if self._cfg.allow_fresh:
-            log.warning("no good checkpoint is left in %s: %s; starting from scratch, as checkpoint.allow_fresh says",
-                        self.directory, listed)
-            return
-        raise CheckpointError(
-            f"no good checkpoint is left in {self.directory}: {listed}. Bring one back from a copy, or set "
-            "checkpoint.allow_fresh=true (or another run_name) to start from scratch"
-        )
-
-    def _load(self, step_dir: str, wanted: dict[str, Any], treedef: Any, partial: bool) -> Restored:
-        """Verify, read, verify again. Damaged in all processes when it is damaged for one."""
-        found, damage = None, None
-        try:
-            found = manifest.read(step_dir)
-            arrays.refuse_mismatch(step_dir, found, wanted, partial)
-            manifest.check_files(step_dir, found, slice(jax.process_index(), None, jax.process_count()))
-        except FileNotFoundError:
-            damage = f"there is no {os.path.join(step_dir, manifest.NAME)}"
-        except Damaged as error:
-            damage = str(error)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {step_dir}: {error.strerror}") from None
-        if not all_agree(damage is None) or found is None:
-            raise Damaged(damage or "another process found it damaged")
-        try:
-            restored = self._orbax.read(os.path.join(step_dir, found.arrays), found.leaves, wanted)
-        except Exception as error:
-            # The files are what was saved, so this is the machine (memory, a missing device), not the checkpoint.
-            raise CheckpointError(f"{step_dir} is intact but could not be read: {arrays.reason(error)}") from error
-        for name, sums in integrity.tree_fingerprints(restored).items():
-            if sums != found.leaves[name].fingerprint:
-                raise Damaged(f"leaf {name} does not have the fingerprint that it was saved with")
-        state = jax.tree.unflatten(treedef, [restored[name] for name in wanted])
-        return Restored(found.step, state, found.extra, found.config_text, found.versions)
-
-
 def _join_at_exit(checkpoints: "weakref.ref[Checkpoints]") -> None:
     if (alive := checkpoints()) is not None:
         alive.join()
+
+
+class _NotOurs(Exception):
+    """What should be saved could not be had."""
+
+    def __init__(self, why: Exception) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+def _apart(pieces: Iterable[Any]) -> Iterator[Any]:
+    """The same, with its own failures told apart from those of saving."""
+    try:
+        yield from pieces
+    except Exception as error:
+        raise _NotOurs(error) from error
 
 
 def _begin(step_dir: str) -> int:
