@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("source", help="folder with config.json and weights, or step folder of OLMo-core")
     add.add_argument("out", help="new folder; train.init_from, eval and export open it")
     add.add_argument("--config", help="OLMo-core only: our config of the same run; then OUT is a run to be continued")
+    add.add_argument("--allow-nonfinite", action="store_true", help="take NaN and infinite values over as they are")
     give = commands.add_parser("export", help="a checkpoint of ours to a folder that transformers loads")
     give.set_defaults(function=_export)
     give.add_argument("checkpoint", help="a run, a converted model, or one step's folder")
@@ -89,11 +90,11 @@ def _import(options: argparse.Namespace) -> int:
     started = time.monotonic()
     hf.refuse_used(options.out)
     if olmo_core.is_checkpoint(options.source):
-        cfg = olmo_core.import_checkpoint(options.source, options.out, options.config, print)
+        cfg = olmo_core.import_checkpoint(options.source, options.out, options.config, print, options.allow_nonfinite)
     elif options.config is not None:
         raise ConvertError("--config is for checkpoints of OLMo-core; a transformers folder has its own config.json")
     else:
-        cfg = hf.import_folder(options.source, options.out, print)
+        cfg = hf.import_folder(options.source, options.out, print, options.allow_nonfinite)
     _done(f"wrote {options.out}: {count_params(cfg.model):,} parameters", started)
     if options.config is not None:
         out = Path(options.out).absolute()

@@ -185,16 +185,18 @@ def open_source(path: str, out: str, note: Callable[[str], None]) -> Source:
         "from": "transformers", "family": family.name, "dtype": folder.dtype, "config": folder.config}})
 
 
-def import_folder(path: str, out: str, note: Callable[[str], None]) -> Config:
+def import_folder(path: str, out: str, note: Callable[[str], None], allow_nonfinite: bool = False) -> Config:
     """Writes a transformers folder as a checkpoint of ours: float32 weights alone, as step 0 of `out`/checkpoints.
 
     Beside it lie config.yml, with which train.init_from, eval and export open it, and the tokenizer's files. Memory is
     bounded by one array outside the blocks, or one layer's largest array, and one tensor.
 
-    Returns the config. Raises ConvertError; then nothing was written.
+    Returns the config. Raises ConvertError, also for NaN and infinite weights unless `allow_nonfinite`; then nothing
+    was written.
     """
     source = open_source(path, out, note)
-    write_step(out, source.cfg, 0, weight_leaves(source.cfg.model), source.stream(), source.extra)
+    stream = source.stream() if allow_nonfinite else finite(source.stream(), path)
+    write_step(out, source.cfg, 0, weight_leaves(source.cfg.model), stream, source.extra)
     copied = copy_tokenizer(source.folder.path, Path(out, TOKENIZER))
     note(f"{len(source.wanted)} tensors of {source.folder.dtype}, each mapped exactly once; "
          f"tokenizer files: {', '.join(copied) or 'none found'}")
@@ -277,6 +279,20 @@ def weight_stream(wanted: Mapping[str, Place], read: Callable[[str], np.ndarray]
     """Our arrays out of the tensors that fill them, one piece at a time."""
     for piece, parts in pieces(wanted.values()).items():
         yield PARAMS + piece.leaf, piece.repeat, assemble(piece, parts, read)
+
+
+def finite(stream: Iterator[tuple[str, int | None, np.ndarray]], where: str
+           ) -> Iterator[tuple[str, int | None, np.ndarray]]:
+    """The same pieces. Raises ConvertError at the first that has a NaN or an infinity, with its name."""
+    for name, row, array in stream:
+        # A sum is one pass without a copy; only where it overflows or is spoilt is each value looked at.
+        if array.dtype.kind == "f" and not np.isfinite(array.sum(dtype=np.float64)):
+            count = int((~np.isfinite(array)).sum())
+            if count:
+                place = name.removeprefix(PARAMS) + ("" if row is None else f" (repeat {row})")
+                raise ConvertError(f"{where}: {place} has {count:,} NaN or infinite values of {array.size:,}; nothing "
+                                   "was written. Fetch the files again, or import it as it is with --allow-nonfinite")
+        yield name, row, array
 
 
 def weight_leaves(model: ModelConfig, prefix: str = PARAMS) -> dict[str, StreamedLeaf]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from maxtext.config.schema import Config, ModelConfig
 from maxtext.convert import ConvertError
 from maxtext.convert.hf import Source, open_source, weight_leaves
 from maxtext.convert.saved import PARAMS
+from maxtext.data.tokenizer import find_tokenizer
 from maxtext.model.decoder import Decoder, abstract_decoder
 
 Box = tuple[tuple[int, int], ...]  # start and stop of a shard along each dim
@@ -28,15 +28,14 @@ class Loaded:
 
     Attributes:
       cfg: a run config around its model, called as the folder.
-      tokenizer: its tokenizer.json, None when it has none.
+      tokenizer: its tokenizer.json or tokenizer.model, None when it has neither.
     """
 
     def __init__(self, path: str, note: Callable[[str], None] = print) -> None:
         """Raises ConvertError when the folder does not hold exactly the tensors of its model."""
         self._source: Source = open_source(path, path, note)
         self.cfg: Config = self._source.cfg
-        tokenizer = Path(path, "tokenizer.json")
-        self.tokenizer = tokenizer if tokenizer.is_file() else None
+        self.tokenizer = find_tokenizer(path)
 
     def params(self, model: ModelConfig, mesh: Mesh) -> Decoder:
         """The weights as float32 arrays on a mesh. The host holds its own shards of one array, and one piece more.

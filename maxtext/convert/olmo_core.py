@@ -20,7 +20,7 @@ from maxtext.config.schema import Config
 from maxtext.convert import ConvertError
 from maxtext.convert.continued import run_extra, small_leaves
 from maxtext.convert.distcp import METADATA, Distributed
-from maxtext.convert.hf import converted_config, read_json, weight_leaves, write_step
+from maxtext.convert.hf import converted_config, finite, read_json, weight_leaves, write_step
 from maxtext.convert.mapping import Place, Rule, assemble, check_tensors, pieces, places
 from maxtext.convert.saved import PARAMS
 
@@ -58,7 +58,8 @@ def is_checkpoint(path: str) -> bool:
     return any(os.path.exists(os.path.join(path, *inside, METADATA)) for inside in ((), (FOLDER,)))
 
 
-def import_checkpoint(path: str, out: str, config: str | None, note: Callable[[str], None]) -> Config:
+def import_checkpoint(path: str, out: str, config: str | None, note: Callable[[str], None],
+                      allow_nonfinite: bool = False) -> Config:
     """Writes a checkpoint of OLMo-core as one of ours: weights, and moments and Adam count where it has them.
 
     The leaves have the names of a training state (`params`, `optimizer.mu`, `optimizer.nu`, `optimizer.count`, `step`),
@@ -68,7 +69,8 @@ def import_checkpoint(path: str, out: str, config: str | None, note: Callable[[s
     Args:
       config: a config of ours for the same model and data; None: the model of the checkpoint's own config.json.
 
-    Returns the config. Raises ConvertError; then nothing was written.
+    Returns the config. Raises ConvertError, also for NaN and infinite values unless `allow_nonfinite`; then nothing was
+    written.
     """
     root = Path(os.path.abspath(path))
     inside = root / FOLDER if (root / FOLDER).is_dir() else root
@@ -100,7 +102,7 @@ def import_checkpoint(path: str, out: str, config: str | None, note: Callable[[s
             for piece, parts in pieces(wanted.values()).items():
                 yield prefix + piece.leaf, piece.repeat, assemble(piece, parts, _reader(source, form))
 
-    write_step(out, cfg, step, leaves, stream(), extra)
+    write_step(out, cfg, step, leaves, stream() if allow_nonfinite else finite(stream(), str(root)), extra)
     moments = "no optimizer state" if count is None else f"Adam's moments after {count} updates"
     note(f"step {step} of OLMo-core: {len(wanted)} weights and {moments}, each mapped exactly once")
     return cfg

@@ -45,6 +45,15 @@ def segments_of_lengths(lengths: Sequence[np.ndarray], tokens_RT: np.ndarray, eo
     return segments_RT
 
 
+def document_bounds(path: str, dtype: np.dtype, n_tokens: int, eos_id: int) -> np.ndarray:
+    """0, and the place behind each end of document in a file, int64. Raises DataError when it cannot be read."""
+    ends = [np.zeros(1, np.int64)]
+    for start in range(0, n_tokens, SCAN_BLOCK_TOKENS):
+        tokens = read_tokens(path, dtype, start, min(SCAN_BLOCK_TOKENS, n_tokens - start))
+        ends.append(np.flatnonzero(tokens == eos_id) + (start + 1))
+    return np.concatenate(ends)
+
+
 def scan(path: str, dtype: np.dtype, n_tokens: int, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
     """First token and length of each document of a file; tokens after the last end of document are left out.
 
@@ -54,11 +63,7 @@ def scan(path: str, dtype: np.dtype, n_tokens: int, eos_id: int) -> tuple[np.nda
     Raises:
       DataError: the file holds no end of document, or cannot be read.
     """
-    ends = [np.zeros(1, np.int64)]
-    for start in range(0, n_tokens, SCAN_BLOCK_TOKENS):
-        tokens = read_tokens(path, dtype, start, min(SCAN_BLOCK_TOKENS, n_tokens - start))
-        ends.append(np.flatnonzero(tokens == eos_id) + (start + 1))
-    bounds = np.concatenate(ends)
+    bounds = document_bounds(path, dtype, n_tokens, eos_id)
     if len(bounds) == 1:
         raise DataError(f"{path}: no end of document (id {eos_id}) in its {n_tokens} tokens: is eos_id right?")
     return bounds[:-1], np.diff(bounds)

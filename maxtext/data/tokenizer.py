@@ -194,6 +194,12 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(name)
 
 
+def find_tokenizer(folder: str | Path) -> Path | None:
+    """The tokenizer among the files of a model: Hugging Face's, else SentencePiece's; None: there is neither."""
+    return next((file for name in ("tokenizer.json", "tokenizer.model") if (file := Path(folder, name)).is_file()),
+                None)
+
+
 def load_tokenizer(path: str | Path, eos: str | None = None, pad: str | None = None, threads: int = 0) -> Tokenizer:
     """Reads a tokenizer: SentencePiece (`*.model`), Hugging Face (`*.json`), tiktoken (`*.tiktoken.json`) or `*.bytes`.
 

@@ -142,8 +142,8 @@ def _tokenizer_file(asked: str | None, subject: Subject, cfg: Config) -> Path:
     if named is not None:
         return Path(named)
     if cfg.data.prepared is None:
-        raise DataError(f"{subject.where} has no tokenizer.json beside its weights, and its config names none; give "
-                        "--tokenizer FILE, a tokenizer.json or a SentencePiece *.model")
+        raise DataError(f"{subject.where} has neither tokenizer.json nor tokenizer.model beside its weights, and its "
+                        "config names none; give --tokenizer FILE, a tokenizer.json or a SentencePiece *.model")
     try:
         return load_prepared(cfg.data.prepared).tokenizer
     except DataError as error:

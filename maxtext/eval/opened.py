@@ -19,11 +19,12 @@ from maxtext.checkpoint.manifest import scan
 from maxtext.config.load import ConfigError, find_config, load, to_yaml
 from maxtext.config.schema import CheckpointConfig, Config, MeshConfig, ModelConfig
 from maxtext.config.validate import mesh_problems
+from maxtext.data.tokenizer import find_tokenizer
 from maxtext.model.decoder import Decoder, abstract_decoder
 
 STEP_PREFIX = "step_"
 WHAT_TO_GIVE = "give a run, <output_dir>/<run_name>, one of its checkpoints, an imported model or a transformers folder"
-CONVERTED_TOKENIZER = "tokenizer/tokenizer.json"  # beside the checkpoints of an imported model
+CONVERTED_TOKENIZER = "tokenizer"  # folder beside the checkpoints of an imported model
 
 
 class NoModelError(ValueError):
@@ -35,7 +36,7 @@ class Weights(Protocol):
 
     Attributes:
       cfg: a run config around it.
-      tokenizer: its tokenizer.json, None when it has none.
+      tokenizer: its tokenizer.json or tokenizer.model, None when it has neither.
     """
 
     cfg: Config
@@ -54,7 +55,7 @@ class Subject:
       where: its folder.
       step: of the run; None for a model in another format.
       config_text: the config that it was saved with.
-      tokenizer: a tokenizer.json that came with it, None when none did.
+      tokenizer: a tokenizer.json or tokenizer.model that came with it, None when neither did.
       params: its weights on a mesh.
     """
 
@@ -95,9 +96,8 @@ def open_subject(path: str, step: int | None, open_transformers: Callable[[str],
             assert restored is not None
             return restored.state["params"]
 
-        tokenizer = (folder.parent if folder.name == "checkpoints" else folder) / CONVERTED_TOKENIZER
-        yield Subject(str(folder), step, checkpoints.config_text(step), tokenizer if tokenizer.is_file() else None,
-                      params)
+        beside = (folder.parent if folder.name == "checkpoints" else folder) / CONVERTED_TOKENIZER
+        yield Subject(str(folder), step, checkpoints.config_text(step), find_tokenizer(beside), params)
     finally:
         checkpoints.close()
 

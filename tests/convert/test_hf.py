@@ -164,6 +164,33 @@ def test_integers_are_no_weights(tmp_path):
     refused(source, tmp_path, "lm_head.weight is int8")
 
 
+@pytest.mark.parametrize(("name", "value", "place"), [
+    ("model.layers.1.mlp.down_proj.weight", np.nan, "segments.0.0.mlp.down (repeat 1) has 1 NaN"),
+    ("model.embed_tokens.weight", -np.inf, "embed has 1 NaN"),
+])
+def test_weights_that_are_not_finite_are_named_unless_asked_for(tmp_path, capsys, name, value, place):
+    def spoil(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name].flat[5] = value
+
+    source, out = edited("olmo2", tmp_path / "source", spoil), tmp_path / "out"
+    assert run(["import", str(source), str(out)]) == 2
+    said = capsys.readouterr().err
+    assert place in said
+    assert said.count("\n") == 1
+    assert "--allow-nonfinite" in said
+    assert not out.exists()
+    assert run(["import", str(source), str(out), "--allow-nonfinite"]) == 0
+    assert sum(leaf.nonfinite for leaf in open_saved(str(out), None).manifest.leaves.values()) == 1
+
+
+def test_large_finite_weights_are_no_infinity(tmp_path):
+    def raise_all(tensors):
+        tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], 3e38)
+
+    assert run(["import", str(edited("olmo2", tmp_path / "source", raise_all)), str(tmp_path / "out")]) == 0
+
+
 def test_an_index_that_lies_is_refused(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(HF / "olmo3", source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import string
 from pathlib import Path
 
@@ -124,8 +125,8 @@ def test_mistakes_are_one_message_and_exit_code_2(folder, capsys, words, message
 def test_a_model_without_its_tokenizer(tmp_path, folder, prepared_text, capsys):
     bare = edited("olmo3", tmp_path / "bare")
     assert main(["generate", str(bare), "--prompt", "a"]) == 2
-    assert f"{bare} has no tokenizer.json beside its weights, and its config names none; give --tokenizer FILE" in (
-        capsys.readouterr().err)
+    assert (f"{bare} has neither tokenizer.json nor tokenizer.model beside its weights, and its config names none; "
+            "give --tokenizer FILE") in capsys.readouterr().err
     other = str(next(prepared_text.glob("*.model")))  # of 384 ids, for a model of 256
     assert main(["generate", str(bare), "--prompt", "the quick brown fox", "--tokenizer", other]) == 2
     assert "but model.vocab_size is 256: this is not the tokenizer of this model" in capsys.readouterr().err
@@ -133,6 +134,16 @@ def test_a_model_without_its_tokenizer(tmp_path, folder, prepared_text, capsys):
     assert "prompt '' is empty" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "absent"), "--prompt", "a"]) == 2
     assert "absent is no folder; give a run" in capsys.readouterr().err
+
+
+def test_a_sentencepiece_model_beside_the_weights_is_found(tmp_path, prepared_text, capsys):
+    bare = edited("olmo3", tmp_path / "bare")
+    shutil.copy(next(prepared_text.glob("*.model")), bare / "tokenizer.model")
+    assert main(["convert", "import", str(bare), str(tmp_path / "imported")]) == 0
+    for model in (bare, tmp_path / "imported"):  # its 384 ids do not fit this model, so it was read
+        capsys.readouterr()
+        assert main(["generate", str(model), "--prompt", "the quick brown fox"]) == 2
+        assert "but model.vocab_size is 256: this is not the tokenizer of this model" in capsys.readouterr().err
 
 
 def test_a_prompt_starts_as_the_tokenizer_s_documents_do(tmp_path):

@@ -134,15 +134,19 @@ def test_held_out_documents_that_were_trained_on(runs: Runs, tmp_path: Path, cap
     documents = [np.append(rng.integers(3, 384, rng.integers(20, 32)), 1) for _ in range(200)]
     train_file, held = tmp_path / "train.npy", tmp_path / "held.npy"
     np.concatenate(documents).astype(np.uint16).tofile(train_file)
+    endless = tmp_path / "endless.npy"  # a piece of one text that is longer than a file
+    rng.integers(3, 384, 100).astype(np.uint16).tofile(endless)
+    files = f"{train_file},{endless}" if packing == "chunk" else f"{train_file}"  # it holds no whole document to pack
     cfg = runs.config("run", *OPTIONS, "train.steps=4", "data.prepared=null", "data.vocab_size=384", "data.eos_id=1",
-                      "data.pad_id=2", f"data.sources.all.paths=[{train_file}]", f"data.packing={packing}",
+                      "data.pad_id=2", f"data.sources.all.paths=[{files}]", f"data.packing={packing}",
                       f"eval.sets.held.paths=[{held}]")
     other = np.append(rng.integers(3, 384, 30), 1)
     np.concatenate([other, documents[0]]).astype(np.uint16).tofile(held)
     batches = make_batches(cfg, resolve(cfg))
     seen = {int(i) for step in range(1, 5) for i in batches.instance_ids(step)}
     starts = np.cumsum([0, *map(len, documents)])
-    ranges = [(start, start + length) for i in seen for _, start, length in batches._reader.pieces(i)]
+    ranges = [(start, start + length) for i in seen for path, start, length in batches._reader.pieces(i)
+              if path == str(train_file)]
     touched = [any(a < starts[d + 1] and starts[d] < b for a, b in ranges) for d in range(len(documents))]
     inside, outside = touched.index(True), touched.index(False)
     np.concatenate([other, documents[inside], documents[outside]]).astype(np.uint16).tofile(held)
