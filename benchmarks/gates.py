@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.tables import put
 from maxtext.compare.command import GROUPS, Row, compare, measured
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-BEGIN, END = "<!-- gates: written by python benchmarks/gates.py -->", "<!-- gates: end -->"
 DENSE, EXPERTS = "configs/tiny/olmo3_tiny_stage1.yml", "configs/tiny/olmo3_moe_tiny.yml"
 # Documents are masked, and there are four layers, so that every axis of a mesh has something to do. Adam divides
 # gradients by their own size, and so blows up the rounding of those near zero: a large epsilon keeps it in proportion.
@@ -130,10 +132,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def write(page: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Puts the table between the marks of a page."""
-    text = page.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+    put(page, "gates: written by python benchmarks/gates.py", table(results))
 
 
 if __name__ == "__main__":

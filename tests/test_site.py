@@ -52,6 +52,13 @@ def test_a_file_outside_the_pages_has_a_page_of_its_own(site: Path):
     assert 'href="CONTRIBUTING.md.page.html"' in readme
 
 
+def test_lists_and_code_are_not_taken_for_text(site: Path):
+    """Markdown for the site wants four spaces before what belongs to an item; a repository's browser takes two."""
+    fault = re.compile(r"<p>(?:maxtext|python|pip) [^<]*|<p>[^<]*\n[-*] [^<]*|<p>\|[^<]*")
+    wrong = [(path.name, found) for path in site.glob("*.html") for found in fault.findall(path.read_text())]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(("text", "warning"), [
     ("[a](absent.md)", "a link 'absent.md', but the target"),
     ("[a](../absent.py)", "a link 'source/absent.py.page.md', but the target"),

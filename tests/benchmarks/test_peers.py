@@ -1,6 +1,7 @@
 """The table that holds our train step against peers', and the processes it is made of."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_new_runs_take_the_place_of_those_of_their_model(docs: Path):
     page = (docs / "comparison.md").read_text()
     assert "| vocabulary 8,192 | MaxText | 1,500 | 800 | 5.0 | 1.0 | 2.00 | 2.50 |" in page
     assert "| vocabulary 8,192 | torch.compile |" not in page
+
+
+def test_a_speed_in_the_readme_is_the_measured_one():
+    models = json.loads((peers.DOCS / "peers.json").read_text())["models"]
+    ours = {name: model["runs"][0]["figures"][SPEED] for name, model in models.items()}
+    [said] = re.findall(r"at ([\d.]+) of the speed of a dense model", (peers.DOCS.parent / "README.md").read_text())
+    assert float(said) == round(ours["experts"] / ours["8192"], 2)
 
 
 def test_a_page_without_the_marks_is_refused(tmp_path: Path):
