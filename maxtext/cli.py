@@ -36,6 +36,8 @@ verbs
   eval MODEL [--sets ...] [--tasks ...]      held-out sets and tasks on a checkpoint or a transformers folder
   generate MODEL --prompt TEXT [...]         what a checkpoint or a transformers folder goes on with
   report RUN                                 write report.html and loss.png of a run
+  watch RUN                                  follow a run in the terminal
+  runs [DIR]                                 the runs below a folder: state, update, loss, last seen
 
 `maxtext VERB --help` says more. `python train.py` is `maxtext train`.
 """
@@ -50,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs: dict[str, Callable[[list[str]], int]] = {
         "train": train, "launch": _launch, "plan": _plan, "compare": _compare, "config": _config, "data": _data,
         "checkpoint": _checkpoint, "convert": _convert, "eval": _eval, "generate": _generate, "report": _report,
+        "watch": _watch, "runs": _runs,
     }
     if argv[0] not in verbs:
         import difflib
@@ -142,10 +145,12 @@ def _run(cfg: Config, origins: dict[str, str]) -> int:
     from maxtext.train.lock import RunInUseError
     from maxtext.train.loop import TrainingError, train
     from maxtext.train.resume import ResumeError
+    from maxtext.train.trackers import TrackerError
 
     try:
         outcome = train(cfg, origins, found=found)
-    except (DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError) as error:
+    except (DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError,
+            TrackerError) as error:
         return _mistake(error)
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)
@@ -273,6 +278,18 @@ def _generate(argv: list[str]) -> int:
         return run(argv, lambda path: Loaded(path, lambda text: print(text, file=sys.stderr)))
     except ConvertError as error:
         return _mistake(error)
+
+
+def _watch(argv: list[str]) -> int:
+    from maxtext.watch.command import watch
+
+    return watch(argv)
+
+
+def _runs(argv: list[str]) -> int:
+    from maxtext.watch.command import runs
+
+    return runs(argv)
 
 
 def _report(argv: list[str]) -> int:

@@ -4,11 +4,12 @@
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
 # TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
 # REAL=1 adds real weights and tasks (290 MB), TPU=1 the compiler for TPUs (213 MB; no TPU is needed), DATA=1 the libraries of
-# further data sources, DOCS=1 what builds the site of docs/. Tests that need what was added cannot be skipped then.
+# further data sources, TRACKERS=1 Weights & Biases and MLflow, DOCS=1 what builds the site of docs/. Tests that need what
+# was added cannot be skipped then.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-case "${1:-}" in -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 [ $# -gt 0 ] || set -- tests -n 2
 
 ensure_environment requirements-test.lock
@@ -37,13 +38,19 @@ if [ "${DATA:-}" = 1 ]; then
     "leave DATA=1 away: the tests that need it are then skipped"
   needed+=" google_crc32c tensorflow_datasets datasets tiktoken"
 fi
+if [ "${TRACKERS:-}" = 1 ]; then
+  say "adding experiment trackers (requirements-trackers.txt)"
+  "$VENV/bin/python" -m pip install --quiet -r requirements-trackers.txt || die "pip could not install requirements-trackers.txt" \
+    "leave TRACKERS=1 away: the tests that need it are then skipped"
+  needed+=" wandb mlflow"
+fi
 if [ "${DOCS:-}" = 1 ]; then
   say "adding what builds the site (requirements-docs.txt)"
   "$VENV/bin/python" -m pip install --quiet -r requirements-docs.txt || die "pip could not install requirements-docs.txt" \
     "leave DOCS=1 away: the tests that need it are then skipped"
   needed+=" mkdocs"
 fi
-unset TORCH REAL TPU DATA DOCS  # tests that run this script decide for themselves
+unset TORCH REAL TPU DATA TRACKERS DOCS  # tests that run this script decide for themselves
 export MAXTEXT_TESTS_NEED="$needed"  # read by tests/materials.py
 
 say "ruff check"

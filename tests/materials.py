@@ -1,7 +1,7 @@
-"""Packages that some tests need and the project does not: weights, tasks, PyTorch, the TPU compiler, data, the site.
+"""Packages that some tests need and the project does not: weights, tasks, PyTorch, libtpu, data, trackers, the site.
 
-`REAL=1 TORCH=1 TPU=1 DATA=1 DOCS=1 scripts/test.sh` installs them and names them in MAXTEXT_TESTS_NEED; a test whose
-package is then missing fails. Elsewhere it is skipped, with a word on what to install.
+`REAL=1 TORCH=1 TPU=1 DATA=1 TRACKERS=1 DOCS=1 scripts/test.sh` installs them and names them in MAXTEXT_TESTS_NEED; a
+test whose package is then missing fails. Elsewhere it is skipped, with a word on what to install.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 NEED = "MAXTEXT_TESTS_NEED"
 SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1", "libtpu": "TPU=1",  # of scripts/test.sh; others: REAL=1
           "mkdocs": "DOCS=1",
+          "wandb": "TRACKERS=1", "mlflow": "TRACKERS=1",
           **dict.fromkeys(("google_crc32c", "tensorflow_datasets", "datasets", "tiktoken"), "DATA=1")}
 
 

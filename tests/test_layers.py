@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "plan": _TRAIN | {"plan"},
     "compare": _TRAIN | {"compare"},
     "report": {"config", "report"},
+    "watch": {"config", "checkpoint", "report", "watch"},  # of checkpoint the lease alone, which needs no jax
     "launch": {"config", "launch"},
 }
 OTHER_FRAMEWORKS = {"torch", "transformers", "tensorflow", "keras", "torchvision"}

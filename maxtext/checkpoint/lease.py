@@ -1,7 +1,8 @@
 """Leases: which process may write a run, on file systems that several hosts share. A plain file lock ends at its host.
 
     <run>/.lease/00000007.json     the claim of token 7, made with O_EXCL: who and since when; the highest token holds
-                 00000007.beat     the heartbeat of its holder: a counter, the newest step saved, whether it is released
+                 00000007.beat     the heartbeat of its holder: a counter, the newest step saved, if released,
+                                   and what the holder says of itself (`Lease.doing`)
                  00000007.base     the manifests that counted when token 7 was claimed
 
 Every holder writes files of its own token alone, so an old one that wakes up overwrites nothing. Whether a holder is
@@ -88,7 +89,22 @@ def newest_saved(run_dir: str) -> int | None:
 
 def holder(run_dir: str) -> Holder | None:
     """Who claimed the newest token, if that is known."""
-    return _holder(run_dir, max(_numbers(run_dir, _CLAIM), default=0))
+    return _holder(run_dir, newest_token(run_dir))
+
+
+def newest_token(run_dir: str) -> int:
+    """The newest token that was claimed; 0 when none was."""
+    return max(_numbers(run_dir, _CLAIM), default=0)
+
+
+def beat_path(run_dir: str, token: int) -> str:
+    """The file of a token's heartbeat."""
+    return _path(run_dir, token, "beat")
+
+
+def beat_of(run_dir: str, token: int) -> dict[str, Any] | None:
+    """The last heartbeat of a token; None before the first one."""
+    return _read(beat_path(run_dir, token))
 
 
 class Lease:
@@ -97,6 +113,7 @@ class Lease:
     def __init__(self, run_dir: str, token: int, saved: int | None) -> None:
         self.run_dir, self.token = run_dir, token
         self._saved, self._count, self._released = saved, 0, False
+        self.doing: Callable[[], dict[str, Any]] = dict  # what the holder says of itself to whoever looks
         self._end, self._lock = threading.Event(), threading.Lock()
         self.lost: str | None = None  # who took it over
         self._checked = time.monotonic()
@@ -106,7 +123,7 @@ class Lease:
 
     def check(self) -> None:
         """LeaseError when somebody has claimed a newer token."""
-        looked, newest = time.monotonic(), max(_numbers(self.run_dir, _CLAIM), default=0)
+        looked, newest = time.monotonic(), newest_token(self.run_dir)
         self._checked = looked
         if newest > self.token:
             who = _holder(self.run_dir, newest)
@@ -141,7 +158,7 @@ class Lease:
     def _beat(self) -> None:
         with self._lock:
             self._count += 1
-            beat = {"count": self._count, "saved": self._saved, "released": self._released}
+            beat = {**self.doing(), "count": self._count, "saved": self._saved, "released": self._released}
             try:
                 _replace(_path(self.run_dir, self.token, "beat"), beat)
             except OSError as error:  # a full disk, say: the save that meets it too says so, and others wait longer
@@ -164,11 +181,11 @@ def acquire(run_dir: str, counted: Callable[[], dict[str, str]], *, alone_here: 
       OSError: the folder cannot be written.
     """
     os.makedirs(os.path.join(run_dir, DIRECTORY), exist_ok=True)
-    machine = _machine() if machine is None else machine
+    machine = this_machine() if machine is None else machine
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     mine = Holder(socket.gethostname(), machine, os.getpid(), since)
     while True:
-        token = max(_numbers(run_dir, _CLAIM), default=0)
+        token = newest_token(run_dir)
         if token:
             _refuse_if_alive(run_dir, token, machine if alone_here else None, patience)
         saved = newest_saved(run_dir)
@@ -255,7 +272,7 @@ def _replace(path: str, content: dict[str, Any]) -> None:
             os.remove(staged)
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """Names the running kernel, as which alone sees a file lock; containers of one machine share it."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

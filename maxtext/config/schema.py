@@ -39,6 +39,7 @@ TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
 AttentionKernel = Literal["auto", "blocked", "splash", "cudnn"]
 GroupedMatmulKernel = Literal["auto", "blocked", "megablox", "ragged_dot"]
 ContextStrategy = Literal["all_gather", "ring", "ulysses"]
+WandbMode = Literal["none", "offline", "online"]
 LARGEST_SEED = 2**32 - 1  # jax keeps the low 32 bits of a seed
 
 
@@ -360,7 +361,14 @@ class LogConfig:
 
     every: int = field("Updates between console lines; metrics.jsonl has every update.", 1, also=("log_interval",),
                        minimum=1)
+    csv: bool = field("Write metrics.csv, the table of metrics.jsonl.", True)
     tensorboard: bool = field("Write TensorBoard events.", True)
+    wandb: WandbMode = field("Weights & Biases: none; offline = files in the run directory, which `wandb sync` sends; "
+                             "or online.", "none", also=("use_wandb", "enable_wandb"))
+    wandb_project: str = field("Project of Weights & Biases.", "maxtext")
+    mlflow: str | None = field("Tracking URI of MLflow, such as https://HOST or sqlite:///runs/mlflow.db; null: none.",
+                               None, also=("mlflow_tracking_uri",))
+    mlflow_experiment: str = field("Experiment of MLflow.", "maxtext")
     report: bool = field("Write report.html and loss.png at the end.", True)
 
 

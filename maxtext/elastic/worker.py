@@ -328,8 +328,10 @@ def _mistakes() -> tuple[type[Exception], ...]:
     from maxtext.parallel.mesh import MeshError
     from maxtext.train.lock import RunInUseError
     from maxtext.train.resume import ResumeError
+    from maxtext.train.trackers import TrackerError
 
-    return PrivateNamesGone, DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError
+    return (PrivateNamesGone, DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError,
+            TrackerError)
 
 
 def main() -> None:

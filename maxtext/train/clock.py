@@ -23,7 +23,15 @@ class Phases:
         """`inner` is entered with each phase too."""
         self._ledger, self._inner = ledger, inner
         self._names, self._began = ["init"], time.perf_counter()
-        self.mark, self.update = 0, 0
+        self.mark, self.update, self._marked = 0, 0, time.perf_counter()
+
+    def _moved(self) -> None:
+        self.mark, self._marked = self.mark + 1, time.perf_counter()
+
+    def doing(self) -> dict[str, str | int | float]:
+        """What a heartbeat says of the run: its phase, the update that was dispatched last, and since when."""
+        return {"phase": self.name, "update": self.update,
+                "still_seconds": round(time.perf_counter() - self._marked, 1)}
 
     @property
     def name(self) -> str:
@@ -33,14 +41,14 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         """The run is in phase `name` inside."""
         self._names.append(name)
-        self.mark += 1
+        self._moved()
         began = time.perf_counter()
         try:
             with self._inner(name):
                 yield
         finally:
             self._names.pop()
-            self.mark += 1
+            self._moved()
             seconds = time.perf_counter() - began
             if self._names[0] == "init":
                 self._began += seconds  # counted once, under its own name
@@ -52,12 +60,13 @@ class Phases:
         if self._names[0] == "init":
             self._names[0] = "step"
             self._ledger.write("init", seconds=time.perf_counter() - self._began)
-        self.mark, self.update = self.mark + 1, update
+        self.update = update
+        self._moved()
 
     def again(self) -> None:
         """The run begins again within this process."""
         self._names, self._began = ["init"], time.perf_counter()
-        self.mark += 1
+        self._moved()
 
 
 class Clock:

@@ -55,6 +55,7 @@ from maxtext.train.state import TrainState, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
 from maxtext.train.stop import MEMBERS, Votes
 from maxtext.train.summary import kernels_in_use, start_summary
+from maxtext.train.trackers import check_trackers
 from maxtext.train.warm_start import warm_start
 from maxtext.train.watchdog import Watchdog
 
@@ -89,6 +90,7 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
       DataError, TaskError, MeshError, CheckpointError, ResumeError: for what is wrong with data, tasks, devices or
         saved state.
       RunInUseError: another process is training in the same run directory.
+      TrackerError: an experiment tracker that is asked for is not installed.
       TrainingError: when too many updates are skipped and going back does not help.
       MembersChanged: of an elastic run, which another attempt continues.
     """
@@ -111,10 +113,13 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     started, primary = time.monotonic(), jax.process_index() == 0
     ledger = Ledger(cfg.run_dir if primary else None)
     phases = Phases(ledger, attendance.phase)
+    if lease is not None:
+        lease.doing = phases.doing
     clock = Clock(phases)
     console = Console(primary=primary)
     config_text = to_yaml(cfg, origins)
     check_files(cfg)
+    check_trackers(cfg)
     checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint, config_text=config_text,
                               lease=lease)
     attendance.opened(checkpoints)

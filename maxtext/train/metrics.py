@@ -1,4 +1,5 @@
-"""Writing a run's metrics: metrics.jsonl (the record that reports and scripts read) and TensorBoard events.
+"""Writing a run's metrics: metrics.jsonl (the record that reports and scripts read), and what follows it: metrics.csv,
+TensorBoard events, and experiment trackers (trackers.py).
 
 The format of metrics.jsonl is described in report/run_files.py. There is one line a step: a second `write` of the
 newest step is merged into its line. A write that fails, as on a full disk, is warned about once and stops no training.
@@ -20,6 +21,8 @@ from maxtext.config.reason import reason
 from maxtext.config.schema import Config
 from maxtext.report.run_files import last_step, parse_line, read_metrics, step_of
 from maxtext.train.console import warn_once
+from maxtext.train.csv_table import CsvTable
+from maxtext.train.trackers import Delivery, open_trackers
 
 __all__ = ["MetricsWriter", "last_step", "read_metrics"]
 
@@ -32,7 +35,8 @@ class MetricsWriter:
 
         A run that starts anew gives -1.
         """
-        self._jsonl = self._events = None
+        self._jsonl = self._events = self._table = None
+        self._trackers: list[Delivery] = []
         if not primary:
             return
         try:
@@ -42,6 +46,14 @@ class MetricsWriter:
             warn_once(f"metrics.jsonl cannot be opened and is not written: {reason(error)}")
         if cfg.log.tensorboard:
             self._events = TensorBoard(os.path.join(run_dir, "tensorboard"), resume_step)
+        if self._jsonl is None:
+            return
+        if cfg.log.csv:
+            try:
+                self._table = CsvTable(os.path.join(run_dir, "metrics.csv"), os.path.join(run_dir, "metrics.jsonl"))
+            except OSError as error:
+                warn_once(f"metrics.csv cannot be opened and is not written: {reason(error)}")
+        self._trackers = open_trackers(cfg, resume_step)
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Write the metrics of `step`, which is the newest step or a later one; the line is on its way to the disk."""
@@ -55,6 +67,14 @@ class MetricsWriter:
             except OSError as error:
                 warn_once(f"metrics.jsonl cannot be written, steps will be missing in it: {reason(error)}",
                           key="metrics.jsonl")
+        if self._table is not None:
+            try:
+                self._table.write(step, values | {"time/unix (s)": now})
+            except OSError as error:  # half a row may stand there; the next attempt writes all of it again
+                warn_once(f"metrics.csv is no longer written: {reason(error)}", key="metrics.csv")
+                self._table = None
+        for tracker in self._trackers:
+            tracker.write(step, values, now)
         if self._events is not None:
             try:
                 self._events.write(step, values, now)
@@ -64,13 +84,14 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the files; calling it again does nothing."""
-        for sink in (self._jsonl, self._events):
+        for sink in (self._jsonl, self._events, *self._trackers):
             if sink is not None:
                 try:
                     sink.close()
                 except OSError as error:
                     warn_once(f"closing the metrics failed: {reason(error)}")
-        self._jsonl = self._events = None
+        self._jsonl = self._events = self._table = None
+        self._trackers = []
 
 
 class JsonLines:

@@ -61,7 +61,8 @@ def test_an_unknown_key_on_the_command_line_names_the_key_that_was_meant(folder,
 
 def test_an_unknown_key_that_resembles_nothing_lists_the_keys_of_its_section(folder):
     assert faults("good.yml", "log.zzzzzz=1") == (
-        "command line: log.zzzzzz: unknown key; log has every, tensorboard, report",)
+        "command line: log.zzzzzz: unknown key; log has every, csv, tensorboard, wandb, wandb_project, "
+        "mlflow, mlflow_experiment, report",)
     [problem] = faults("good.yml", "qqqqqq.x=1")
     assert "unknown key; a config has model, data, optim, train" in problem
 

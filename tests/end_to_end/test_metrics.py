@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 import time
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from maxtext.config.schema import Config
+from maxtext.report.metric_names import matching
 from maxtext.train import loop
 from maxtext.train.loop import Outcome, Run, train
 from tests.runs import Runs, lines, some_devices
@@ -64,6 +66,10 @@ def test_tokens_and_seconds_add_up(runs: Runs, monkeypatch: pytest.MonkeyPatch, 
         assert record["throughput/device/data loading (%)"] == pytest.approx(
             100 * record["throughput/device/data loading (s)"] / record["time/step (s)"])
     assert updates[-1]["throughput/total tokens"] == 40 * 8 * 32
+    for record in (first, *updates):
+        assert {name: matching(name) for name in record if len(matching(name)) != 1} == {}
+    with open(f"{cfg.run_dir}/metrics.csv", newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(41))
 
     seconds = {part: sum(record.get(f"time/{part} (s)", 0.0) for record in [first, *updates])
                for part in ("step", "start", "compile", "eval", "checkpoint")}
