@@ -13,6 +13,8 @@ from maxtext.config.architecture import ModelConfig
 from maxtext.config.field import field
 from maxtext.config.guards import GuardConfig as GuardConfig
 from maxtext.config.guards import WatchdogConfig as WatchdogConfig
+from maxtext.config.logs import LogConfig as LogConfig
+from maxtext.config.logs import ProfileConfig as ProfileConfig
 from maxtext.config.optimizer import MuonConfig as MuonConfig
 from maxtext.config.optimizer import OptimConfig as OptimConfig
 from maxtext.config.optimizer import SkipConfig as SkipConfig
@@ -39,7 +41,6 @@ TokenDtype = Literal["auto", "uint8", "uint16", "uint32"]
 AttentionKernel = Literal["auto", "blocked", "splash", "cudnn"]
 GroupedMatmulKernel = Literal["auto", "blocked", "megablox", "ragged_dot"]
 ContextStrategy = Literal["all_gather", "ring", "ulysses"]
-WandbMode = Literal["none", "offline", "online"]
 LARGEST_SEED = 2**32 - 1  # jax keeps the low 32 bits of a seed
 
 
@@ -356,23 +357,6 @@ class GenerateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class LogConfig:
-    """What is written while training."""
-
-    every: int = field("Updates between console lines; metrics.jsonl has every update.", 1, also=("log_interval",),
-                       minimum=1)
-    csv: bool = field("Write metrics.csv, the table of metrics.jsonl.", True)
-    tensorboard: bool = field("Write TensorBoard events.", True)
-    wandb: WandbMode = field("Weights & Biases: none; offline = files in the run directory, which `wandb sync` sends; "
-                             "or online.", "none", also=("use_wandb", "enable_wandb"))
-    wandb_project: str = field("Project of Weights & Biases.", "maxtext")
-    mlflow: str | None = field("Tracking URI of MLflow, such as https://HOST or sqlite:///runs/mlflow.db; null: none.",
-                               None, also=("mlflow_tracking_uri",))
-    mlflow_experiment: str = field("Experiment of MLflow.", "maxtext")
-    report: bool = field("Write report.html and loss.png at the end.", True)
-
-
-@dataclasses.dataclass(frozen=True)
 class Config:
     """One run."""
 
@@ -395,6 +379,7 @@ class Config:
     eval: EvalConfig = field("Held-out evaluation.", EvalConfig)
     generate: GenerateConfig = field("Samples while training.", GenerateConfig)
     log: LogConfig = field("Logs.", LogConfig)
+    profile: ProfileConfig = field("Traces.", ProfileConfig)
 
     @property
     def run_dir(self) -> str:

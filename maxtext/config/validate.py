@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from maxtext.config.data_rules import DATA_RULES
 from maxtext.config.determinism_rules import DETERMINISM_RULES, fixed_misfits
 from maxtext.config.layers import segments
+from maxtext.config.logs import profile_problems
 from maxtext.config.model_rules import MODEL_RULES
 from maxtext.config.optimizer_rules import OPTIMIZER_RULES
 from maxtext.config.quant_rules import QUANT_RULES, block_misfits
@@ -359,4 +360,5 @@ def _empty_texts(cfg: Config) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
     *MODEL_RULES, _batch, _remat, _schedule_kind, _schedule_length, *OPTIMIZER_RULES, *DATA_RULES, *QUANT_RULES,
-    *DETERMINISM_RULES, lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts)
+    *DETERMINISM_RULES, lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts,
+    profile_problems)

@@ -44,6 +44,7 @@ METRICS: tuple[tuple[str, str, str, str], ...] = (
     ("throughput/total tokens", "tokens", "seen since the start of the run", "every update"),
     ("throughput/in-loop eval time (s)", "s", "that the evaluation took", "evaluations"),
     ("data/fingerprint", "", "hash of the batch's tokens", "every update"),
+    ("data/tokens/<source>", "tokens", "of each source, read since the start of the run", "every update"),
     ("memory/host (GiB)", "GiB", "resident memory of process 0", "every update"),
     ("time/step (s)", "s", "of the update alone", "every update"),
     ("time/start (s)", "s", "before compiling", "first update of an attempt"),

@@ -14,6 +14,7 @@ from maxtext.report.curves import short
 from maxtext.report.experts import expert_charts, load_map
 from maxtext.report.goodput import section as goodput_section
 from maxtext.report.overlay import Overlay, section
+from maxtext.report.profile import section as profile_section
 from maxtext.report.run_files import RunFiles
 from maxtext.report.tasks import task_charts, tasks_table
 
@@ -26,7 +27,7 @@ def render(run: RunFiles, overlay: Overlay | None = None) -> str:
     """Return the whole page of a run, with its curve over a reference's if there is one."""
     sections = [_header(run), _tiles(run), f'<div class="charts">{"".join(charts(run))}</div>',
                 section(overlay, run) if overlay else "", _held_out(run), tasks_table(run), load_map(run),
-                goodput_section(run), _samples(run), _config(run)]
+                goodput_section(run), profile_section(run.folder), _samples(run), _config(run)]
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.name)}</title>\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<style>\n{(_HERE / 'page.css').read_text()}</style></head>\n<body>\n{chr(10).join(sections)}\n"

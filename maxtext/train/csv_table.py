@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from maxtext.report.run_files import Record, parse_line
 
@@ -23,6 +23,7 @@ class CsvTable:
         self._path, self._jsonl = path, jsonl
         self._columns: dict[str, int] = {}
         self._last = -1
+        self._file: TextIO | None = None
         self._rewrite()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -30,10 +31,18 @@ class CsvTable:
         if step == self._last or any(name not in self._columns for name in values):
             self._rewrite()
             return
-        with open(self._path, "a", newline="", encoding="utf-8") as file:
-            self._row(csv.writer(file), {"step": step, **values})
+        if self._file is None:
+            self._file = open(self._path, "a", newline="", encoding="utf-8")  # noqa: SIM115  closed by close()
+        self._row(csv.writer(self._file), {"step": step, **values})
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     def _rewrite(self) -> None:
+        self.close()
         self._columns = dict.fromkeys(["step", *(name for record in self._records() for name in record)], 0)
         with open(self._path + ".tmp", "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
@@ -48,20 +48,18 @@ from maxtext.train.guard import GoBack, Guard, Skips, leave_branch
 from maxtext.train.ledger import Ledger
 from maxtext.train.memory import RememberingAttendance
 from maxtext.train.metrics import MetricsWriter, last_step
+from maxtext.train.out_of_memory import explained
+from maxtext.train.profile import Profile
 from maxtext.train.records import Record, router_record, step_record
 from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
 from maxtext.train.state import TrainState, init_state
 from maxtext.train.step import StepMetrics, compile_train_step
-from maxtext.train.stop import MEMBERS, Votes
+from maxtext.train.stop import MEMBERS, TrainingError, Votes
 from maxtext.train.summary import kernels_in_use, start_summary
 from maxtext.train.trackers import check_trackers
 from maxtext.train.warm_start import warm_start
 from maxtext.train.watchdog import Watchdog
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says what happened and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +137,7 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     kernels_in_use(cfg, devices[0].platform)  # one that was asked for and cannot run is an error now, not in a compile
     watchdog = nullcontext() if attendance.watched else Watchdog(cfg.watchdog, cfg.run_dir, phases, ledger)
     with (attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh), watchdog,
-          ledger.ending(MembersChanged)):
+          ledger.ending(MembersChanged), explained(cfg, mesh)):
         stopper.trouble = lambda: _trouble(cfg, checkpoints, lease)
         ledger.begin(cfg.train.steps, mesh.size)
         data = resolve(cfg)
@@ -254,6 +252,7 @@ class Run:
             with open(os.path.join(cfg.run_dir, "config.yml"), "w") as file:
                 file.write(setting.config_text)
         self.writer = MetricsWriter(cfg.run_dir, cfg, resume_step=kept, primary=primary)
+        self.profile = Profile(cfg.profile, cfg.run_dir, primary)
         self.loads = ExpertLoads(cfg.run_dir, cfg, resume_step=kept, primary=primary)
 
     def loop(self, votes: Votes) -> Outcome:
@@ -268,7 +267,10 @@ class Run:
             self.attendance.check()
             with self.phases("data"):
                 batch = next(self.batches)
-            self.state, metrics = step_fn(self.state, batch, *votes.cast())
+            if self.profile.begins(self.step + 1):
+                self._start_profile()
+            with self.profile.update(self.step + 1):
+                self.state, metrics = step_fn(self.state, batch, *votes.cast())
             self.step += 1
             self.attendance.progress(self.step)
             self.phases.progress(self.step)
@@ -284,8 +286,11 @@ class Run:
             sample, leave = self._samples_due(evaluate), stopped_by == MEMBERS
             snapshot = leave or self.attendance.snapshot_due(cfg, self.step)
             compare = self._due(cfg.guard.compare_devices_every, at_end=False)
-            if save or evaluate or sample or snapshot or compare or stopped_by:
+            profiled = self.profile.ends(self.step)
+            if save or evaluate or sample or snapshot or compare or profiled or stopped_by:
                 self.record, unread = self._read(unread), None
+                if profiled:
+                    self._stop_profile(step_fn)
                 kept = snapshot and self._snapshot(wait=leave)
                 if compare:
                     self._compare_devices(batch)
@@ -312,6 +317,7 @@ class Run:
         return Outcome(self.step)
 
     def close(self) -> None:
+        self.profile.abandon()
         self.batches.close()
         self.writer.close()
         self.loads.close()
@@ -325,7 +331,7 @@ class Run:
         every = self.cfg.generate.every
         return self.samples is not None and (evaluated if every is None else self.step > 0 and self._due(every))
 
-    def _compile(self) -> Callable[..., tuple[TrainState, StepMetrics]]:
+    def _compile(self) -> jax.stages.Compiled:
         """Compiles the step once, ahead of the first batch, so that no later call can compile again unnoticed."""
         self.clock.lap("start")
         with self.clock.apart("compile"):
@@ -378,6 +384,18 @@ class Run:
                 f"(guard.compare_devices_every). Checkpoints after update {trusted} are set aside: up to there all "
                 f"devices agreed. Leave that device out, and the same command continues from update {trusted}.")
         self.compared_at = self.step
+
+    def _start_profile(self) -> None:
+        """Once all updates before are done, so that the trace holds its own alone."""
+        with self.clock.apart("profile"):
+            self.attendance.fetch(self.state.step)
+            self.profile.start()
+
+    def _stop_profile(self, step_fn: jax.stages.Compiled) -> None:
+        with self.clock.apart("profile"):
+            told = self.profile.stop(step_fn.as_text() or "")
+        if told is not None:
+            self.console.note(told)
 
     def _save(self, wait: bool) -> None:
         self.attendance.check()

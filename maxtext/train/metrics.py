@@ -84,7 +84,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the files; calling it again does nothing."""
-        for sink in (self._jsonl, self._events, *self._trackers):
+        for sink in (self._jsonl, self._table, self._events, *self._trackers):
             if sink is not None:
                 try:
                     sink.close()

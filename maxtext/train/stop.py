@@ -23,6 +23,10 @@ MEMBERS = "a change of members"  # of an elastic run: it goes on at once, in ano
 _GO_ON, _MEMBERS, _BUDGET, _TROUBLE = 0, 1, 100, 101
 
 
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says what happened and what to do."""
+
+
 class Stopper:
     """Remembers that the run should stop; the loop asks after every update.
 

@@ -168,8 +168,8 @@ def test_the_run_directory_is_a_contract(done):
     runs, _ = done
     folder = runs.directory()
     assert {path.name for path in folder.iterdir()} == {
-        ".lock", ".lease", "events.jsonl", "config.yml", "metrics.jsonl", "tensorboard", "checkpoints", "report.html",
-        "loss.png"}
+        ".lock", ".lease", "events.jsonl", "config.yml", "metrics.jsonl", "metrics.csv", "tensorboard", "checkpoints",
+        "report.html", "loss.png"}
     assert load(folder / "config.yml") == runs.config("run", "train.steps=4", "checkpoint.every=2")
     assert re.search(r"  steps: 4 +# command line", (folder / "config.yml").read_text())
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000002", "step_00000004"}

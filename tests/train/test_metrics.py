@@ -109,7 +109,7 @@ def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, tail):
     write(tmp_path, range(6, 9), resume_step=5)
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert lines(tmp_path)[:5] == kept, "lines that stay keep every byte"
-    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.csv", "metrics.jsonl"]
 
 
 def test_resuming_mends_a_file_with_doubled_and_damaged_lines(tmp_path, capsys):

@@ -146,7 +146,7 @@ def listed(cfg: Config, capsys: pytest.CaptureFixture[str]) -> None:
     assert line.split()[:4] == ["run", "finished", "6/6", f"{row['loss']:.4f}"]
     assert cli.main(["watch", cfg.run_dir]) == 0  # into a pipe: one frame
     frame = capsys.readouterr().out
-    for words in ("finished  6 updates", "update 6 of 6", f"loss {row['loss']:.4f}", "newest checkpoint update 6",
+    for words in ("finished 6 updates", "update 6 of 6", f"loss {row['loss']:.4f}", "newest checkpoint update 6",
                   "UTC end: SIGTERM", "UTC end: complete"):
         assert words in " ".join(frame.split()), words
 
