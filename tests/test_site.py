@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,17 @@ def test_nothing_is_fetched_from_a_network(site: Path):
     assert [one for one in fetched if "//" in one[1]] == []
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert re.findall(r"(?:@import|url\()[^;)]*//", styles) == []
+
+
+def test_search_works_where_the_site_is_read_from_a_disk(site: Path, tmp_path: Path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed here")
+    shown = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom",
+         "--virtual-time-budget=10000", f"file://{site}/index.html?q=pipeline"],
+        capture_output=True, text=True, timeout=120)
+    assert re.search(r"[1-9]\d* matching documents", shown.stdout), shown.stderr[-500:]
 
 
 def test_a_file_outside_the_pages_has_a_page_of_its_own(site: Path):
