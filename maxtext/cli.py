@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -126,50 +125,30 @@ def _dry_run(cfg: Config, n_devices: int | None) -> int:
     return 0
 
 
-def _run(cfg: Config, origins: dict[str, str]) -> int:
-    from maxtext.parallel.launch import LaunchError, join_processes
-    from maxtext.parallel.runtime import prepare_runtime
-
-    prepare_runtime()
-    try:
-        found = join_processes()
-    except LaunchError as error:
-        return _mistake(error)
-    import jax
-
+def _run(cfg: Config, origins: dict[str, str], listener: Callable[[int, Mapping[str, float]], None] | None = None
+         ) -> int:
+    """Trains as `maxtext.train` does, and tells a mistake in a line."""
+    from maxtext import api
     from maxtext.checkpoint.manager import CheckpointError
     from maxtext.data import DataError
     from maxtext.eval.catalogue import TaskError
     from maxtext.kernels.choice import KernelError
+    from maxtext.parallel.launch import LaunchError
     from maxtext.parallel.mesh import MeshError
     from maxtext.train.lock import RunInUseError
-    from maxtext.train.loop import TrainingError, train
+    from maxtext.train.loop import TrainingError
     from maxtext.train.resume import ResumeError
     from maxtext.train.trackers import TrackerError
 
     try:
-        outcome = train(cfg, origins, found=found)
-    except (DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError,
+        api.train(cfg, origins=origins, listener=listener)
+    except (LaunchError, DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError,
             TrackerError) as error:
         return _mistake(error)
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)
         return 3
-    wanted = cfg.log.report and jax.process_index() == 0
-    if wanted and (outcome.trained or not os.path.exists(f"{cfg.run_dir}/report.html")):
-        _write_report(cfg.run_dir)
     return 0
-
-
-def _write_report(run_dir: str) -> None:
-    """A report that fails is a warning: the run itself is done and saved."""
-    from maxtext.config.reason import placed
-    from maxtext.report.write import ReportError, write_report
-
-    try:
-        print("report:", *write_report(run_dir))
-    except (ReportError, OSError) as error:
-        print(f"warning: no report was written: {placed(error)}", file=sys.stderr)
 
 
 def _mistake(error: object) -> int:
@@ -178,9 +157,10 @@ def _mistake(error: object) -> int:
 
 
 def _launch(argv: list[str]) -> int:
+    from maxtext.api import write_report
     from maxtext.elastic.launch import run
 
-    return run(argv, _write_report)
+    return run(argv, write_report)
 
 
 def _plan(argv: list[str]) -> int:
@@ -244,9 +224,9 @@ def _data(argv: list[str]) -> int:
 
 def _checkpoint(argv: list[str]) -> int:
     if argv[:1] == ["merge"]:
-        from maxtext.convert.merge import run as merge
+        from maxtext.convert.commands import run_merge
 
-        return merge(argv[1:])
+        return run_merge(argv[1:])
     from maxtext.checkpoint.inspect import run
 
     return run(argv)
@@ -259,23 +239,23 @@ def _convert(argv: list[str]) -> int:
 
 
 def _eval(argv: list[str]) -> int:
+    from maxtext.api import open_transformers
     from maxtext.convert import ConvertError
-    from maxtext.convert.loaded import Loaded
-    from maxtext.eval.offline import run
+    from maxtext.eval.command import run_eval
 
     try:
-        return run(argv, Loaded)
+        return run_eval(argv, open_transformers)
     except ConvertError as error:
         return _mistake(error)
 
 
 def _generate(argv: list[str]) -> int:
+    from maxtext.api import open_transformers
     from maxtext.convert import ConvertError
-    from maxtext.convert.loaded import Loaded
-    from maxtext.eval.ask import run
+    from maxtext.eval.command import run_generate
 
     try:
-        return run(argv, lambda path: Loaded(path, lambda text: print(text, file=sys.stderr)))
+        return run_generate(argv, lambda path: open_transformers(path, lambda text: print(text, file=sys.stderr)))
     except ConvertError as error:
         return _mistake(error)
 

@@ -14,9 +14,10 @@ _DATA = {"config", "parallel", "data"}
 _EVAL = _MODEL | _DATA | {"checkpoint", "generate", "eval"}
 _TRAIN = _EVAL | {"report", "train"}  # report reads the files that train writes, and knows their format
 
-# Part -> the parts it may import, itself included. `cli` is absent: inside a verb it may import anything.
+# Part -> the parts it may import, itself included. What is absent may import anything, inside a function.
+EVERYTHING = ("cli", "api")
 MAY_IMPORT = {
-    "__init__": set(),
+    "__init__": {"api"},
     "config": {"config"},
     "parallel": {"config", "parallel"},
     "kernels": {"config", "parallel", "kernels"},
@@ -73,9 +74,9 @@ def wrong_imports(source: str, module: str, is_package: bool = False) -> list[st
         top = name.split(".")[0]
         if top in OTHER_FRAMEWORKS and part != "convert":
             wrong.append(f"{module}:{line}: {top}; only maxtext/convert may import it")
-        # The package itself holds nothing but its version.
-        is_version = name in ("maxtext", "maxtext.__version__")
-        if top == "maxtext" and not is_version and part != "cli" and part_of(name) not in allowed:
+        # What the package itself holds: its version, and what makes a part of it callable.
+        is_own = name in ("maxtext", "maxtext.__version__", "maxtext.VerbPackage")
+        if top == "maxtext" and not is_own and part not in EVERYTHING and part_of(name) not in allowed:
             wrong.append(f"{module}:{line}: {name}; {part} may import {sorted(allowed)}")
         if part == "config" and top not in {"maxtext", "yaml"} | set(sys.stdlib_module_names):
             wrong.append(f"{module}:{line}: {name}; config needs only the standard library and yaml, to answer at once")
@@ -88,18 +89,23 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_downwards(path: Path):
     module = module_name(path)
-    assert part_of(module) in {*MAY_IMPORT, "cli"}, f"{module}: add its part to MAY_IMPORT"
+    assert part_of(module) in {*MAY_IMPORT, *EVERYTHING}, f"{module}: add its part to MAY_IMPORT"
     assert wrong_imports(path.read_text(), module, path.name == "__init__.py") == []
 
 
-def test_cli_imports_parts_inside_the_verb_that_needs_them():
-    """So that `--help` and every config error answer without the seconds that importing jax takes."""
-    tree = ast.parse((PACKAGE / "cli.py").read_text())
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    top_level = ast.Module([node for node in tree.body if not isinstance(node, functions)], type_ignores=[])
-    for line, name in imported(top_level, "maxtext.cli", is_package=False):
+@pytest.mark.parametrize("part", [*EVERYTHING, "__init__"])
+def test_the_top_imports_parts_inside_the_function_that_needs_them(part: str):
+    """So that `import maxtext`, `--help` and every config error answer without the seconds that importing jax takes."""
+    tree = ast.parse((PACKAGE / f"{part}.py").read_text())
+    later = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    top_level = ast.Module([node for node in tree.body if not isinstance(node, later) and not _for_types(node)], [])
+    for line, name in imported(top_level, f"maxtext.{part}", is_package=False):
         quick = name.split(".")[0] in sys.stdlib_module_names or name.startswith("maxtext.config")
-        assert quick, f"maxtext/cli.py:{line}: import {name} inside the function that needs it"
+        assert quick, f"maxtext/{part}.py:{line}: import {name} inside the function that needs it"
+
+
+def _for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,7 @@ def test_cli_imports_parts_inside_the_verb_that_needs_them():
         ("from ..model import decoder", "maxtext.data.batch", "maxtext.model; data may import"),
         ("import torch.nn", "maxtext.eval.perplexity", "torch; only maxtext/convert"),
         ("import jax", "maxtext.config.load", "jax; config needs only"),
-        ("from maxtext.config import schema", "maxtext", "maxtext.config; __init__ may import []"),
+        ("from maxtext.config import schema", "maxtext", "maxtext.config; __init__ may import ['api']"),
     ],
 )
 def test_the_reader_finds_each_kind_of_fault(source: str, module: str, fault: str):

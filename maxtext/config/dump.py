@@ -35,6 +35,32 @@ def to_yaml(cfg: Config, origins: Mapping[str, str] | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def changes_to_yaml(cfg: Config) -> str:
+    """Writes what differs from the schema's defaults, and what has none: the short form that `repr` shows."""
+    return "".join(f"{'  ' * depth}{key}:{' ' + text if text else ''}\n" for depth, key, text in _changed(cfg, 0))
+
+
+def _changed(section: Any, depth: int) -> Iterator[tuple[int, str, str]]:
+    """As `_lines`, without values that are the defaults of their section."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value == default:
+            continue
+        named = {field.name: value} if dataclasses.is_dataclass(value) else value
+        if not isinstance(named, dict) or not all(map(dataclasses.is_dataclass, named.values())):
+            yield from ((at, key, text) for at, key, text, _ in _line(field.name, value, depth, ""))
+            continue
+        below = depth
+        if named is value:  # sections under names of the run's own
+            yield depth, field.name, ""
+            below += 1
+        for name, item in named.items():
+            inner = list(_changed(item, below + 1))
+            yield below, _text(name), "" if inner else "{}"
+            yield from inner
+
+
 def _lines(section: Any, depth: int, path: str) -> Iterator[tuple[int, str, str, str]]:
     """(depth, key, value or nothing for a section, dotted key) of every line."""
     for field in dataclasses.fields(section):
@@ -63,7 +89,7 @@ def value_text(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         return _text(value)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return f"[{', '.join(value_text(item) for item in value)}]"
     assert value == {}, value
     return "{}"

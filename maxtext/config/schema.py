@@ -381,6 +381,17 @@ class Config:
     log: LogConfig = field("Logs.", LogConfig)
     profile: ProfileConfig = field("Traces.", ProfileConfig)
 
+    def __repr__(self) -> str:
+        """Short: the values that are not the schema's defaults. `str` gives the whole tree."""
+        from maxtext.config.dump import changes_to_yaml
+
+        return f"# {self.run_name}: what is not the schema's default; print(cfg) shows all\n{changes_to_yaml(self)}"
+
+    def __str__(self) -> str:
+        from maxtext.config.dump import to_yaml
+
+        return to_yaml(self)
+
     @property
     def run_dir(self) -> str:
         return f"{self.output_dir}/{self.run_name}"

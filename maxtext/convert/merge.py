@@ -6,13 +6,10 @@ soup; Wortsman et al. 2022). Optimizer states are left out: the mean of moments 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import os
 import re
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,41 +17,13 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint import manifest
-from maxtext.checkpoint.manager import CheckpointError
 from maxtext.checkpoint.streamed import StreamedLeaf
-from maxtext.config.reason import placed
 from maxtext.config.schema import Config, InitFromConfig
 from maxtext.convert import ConvertError
 from maxtext.convert.hf import copy_tokenizer, refuse_used, weight_leaves, write_step
 from maxtext.convert.saved import TOKENIZER, Saved, open_saved
 
 _WITH_STEP = re.compile(r"(.+)@(\d+)")
-
-
-def run(argv: Sequence[str]) -> int:
-    """The verb. Returns the exit status: 0 done, 2 a mistake in what was asked for, or a bad checkpoint."""
-    parser = argparse.ArgumentParser(prog="maxtext checkpoint merge", description=__doc__)
-    parser.add_argument("out", metavar="OUT", help="new folder; train.init_from, eval and export open it")
-    parser.add_argument("checkpoints", metavar="RUN[@STEP]", nargs="+",
-                        help="a run, a converted model or one step's folder; the newest good step by default")
-    options = parser.parse_args(argv)
-    import jax
-
-    # A trainer may hold this machine's accelerators; averaging needs none.
-    jax.config.update("jax_platforms", "cpu")
-    started = time.monotonic()
-    try:
-        sources = merge(options.out, options.checkpoints)
-    except (ConvertError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a disk that is full, a folder that cannot be written
-        print(f"error: {placed(error)}", file=sys.stderr)
-        return 2
-    for source in sources:
-        print(f"1/{len(sources)} of {source.step_dir}")
-    print(f"wrote {options.out} in {time.monotonic() - started:.1f} s")
-    return 0
 
 
 def merge(out: str, checkpoints: Sequence[str]) -> list[Saved]:

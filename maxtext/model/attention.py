@@ -25,6 +25,7 @@ from maxtext.model.layers import Rope, apply_rope, gathered_linear, norm_param, 
 from maxtext.parallel.collectives import platform
 from maxtext.parallel.positions import CONTEXT, positions_dim, unshare
 from maxtext.parallel.sharding import Param, per_device, spec
+from maxtext.parallel.show import tree_text
 
 QUERIES, KEYS, SINKS = ("batch", None, "heads", None, None), ("batch", None, "heads", None), ("heads", None)
 
@@ -40,6 +41,8 @@ class Attention:
     qkv_bias: jax.Array | None = None  # K G+2 H
     out_bias: jax.Array | None = None  # D
     sinks: jax.Array | None = None  # K G
+
+    __repr__ = tree_text
 
 
 def attention_params(cfg: ModelConfig) -> Attention:

@@ -35,6 +35,7 @@ from maxtext.parallel.isolated import make_alike
 from maxtext.parallel.pipeline import run_pipeline, stages
 from maxtext.parallel.positions import join, layout, positions_dim, share, split, unshare
 from maxtext.parallel.sharding import Param, gather, is_param, per_device, sharding, spec
+from maxtext.parallel.show import tree_text
 
 FLOAT32_WEIGHTS = ("router", "router_bias", "selection_bias")  # of `Moe`: used in float32 whatever the compute dtype
 
@@ -50,6 +51,8 @@ class Block:
     attention_post_norm: jax.Array | None = None  # D: with norm placement `both`, where the two above are of the inputs
     mlp_post_norm: jax.Array | None = None  # D
 
+    __repr__ = tree_text
+
 
 @flax.struct.dataclass
 class Decoder:
@@ -57,6 +60,8 @@ class Decoder:
     segments: tuple[tuple[Block, ...], ...]  # every array has a leading dim R
     norm: jax.Array  # D
     head: jax.Array | None = None  # D V; None: the embedding table, transposed
+
+    __repr__ = tree_text
 
     @property
     def head_DV(self) -> jax.Array:

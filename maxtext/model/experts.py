@@ -25,6 +25,7 @@ from maxtext.kernels.quantized_groups import quantized_grouped_matmul
 from maxtext.model.layers import activate
 from maxtext.model.router import Assignments, count
 from maxtext.parallel.collectives import platform, vary, varying_axes
+from maxtext.parallel.show import tree_text
 
 
 @flax.struct.dataclass
@@ -33,6 +34,8 @@ class Experts:
     down: jax.Array  # E F D
     gate_up_bias: jax.Array | None = None  # E 2 F
     down_bias: jax.Array | None = None  # E D
+
+    __repr__ = tree_text
 
 
 def run_experts(p: Experts, x_ND: jax.Array, chosen: Assignments, activation: Activation,

@@ -19,6 +19,7 @@ from maxtext.model.attention import attend
 from maxtext.model.layers import Rope, apply_rope, gathered_linear, norm_param, rms_norm
 from maxtext.parallel.positions import positions_dim, unshare
 from maxtext.parallel.sharding import Param, gather, spec
+from maxtext.parallel.show import tree_text
 
 
 @flax.struct.dataclass
@@ -30,6 +31,8 @@ class LatentAttention:
     out: jax.Array  # K W D
     q_down: jax.Array | None = None  # D Q
     q_norm: jax.Array | None = None  # Q
+
+    __repr__ = tree_text
 
 
 def latent_params(cfg: ModelConfig) -> LatentAttention:

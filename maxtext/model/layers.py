@@ -23,6 +23,7 @@ from maxtext.kernels.quantized import matmul
 from maxtext.parallel.collectives import platform
 from maxtext.parallel.positions import positions_dim, unshare
 from maxtext.parallel.sharding import Param, gather, spec
+from maxtext.parallel.show import tree_text
 
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702  # of clamped_swish: gpt-oss, 2025
 
@@ -173,6 +174,8 @@ class Mlp:
 
     gate_up: jax.Array  # D 2 F
     down: jax.Array  # F D
+
+    __repr__ = tree_text
 
 
 def mlp_params(cfg: ModelConfig, width: int) -> Mlp:

@@ -30,6 +30,7 @@ from maxtext.model.router import (
 from maxtext.parallel.collectives import all_gather, vary
 from maxtext.parallel.positions import positions_dim, unshare
 from maxtext.parallel.sharding import Param, is_param, mesh_axes, per_device
+from maxtext.parallel.show import tree_text
 
 
 @flax.struct.dataclass
@@ -42,6 +43,8 @@ class Moe:
     gate_up_bias: jax.Array | None = None  # E 2 F
     down_bias: jax.Array | None = None  # E D
     shared: Mlp | None = None
+
+    __repr__ = tree_text
 
 
 def moe_params(cfg: ModelConfig) -> Moe:

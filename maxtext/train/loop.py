@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
@@ -61,6 +61,8 @@ from maxtext.train.trackers import check_trackers
 from maxtext.train.warm_start import warm_start
 from maxtext.train.watchdog import Watchdog
 
+Listener = Callable[[int, Record], None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -72,7 +74,7 @@ class Outcome:
 
 
 def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[jax.Device] | None = None,
-          attendance: Attendance | None = None, found: str | None = None) -> Outcome:
+          attendance: Attendance | None = None, found: str | None = None, listener: Listener | None = None) -> Outcome:
     """Trains to the last update, or until the time budget is spent or SIGTERM or SIGINT arrives.
 
     A run directory that holds a checkpoint is continued from the newest good one; a complete run is left as it is.
@@ -83,6 +85,7 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
       devices: to train on; all by default.
       attendance: how the run waits; None: it blocks, as a plain run does.
       found: how the processes of the job found each other, for the start-up table.
+      listener: is given the number and the metrics of each update once they are written, in every process of the job.
 
     Raises:
       DataError, TaskError, MeshError, CheckpointError, ResumeError: for what is wrong with data, tasks, devices or
@@ -101,13 +104,13 @@ def train(cfg: Config, origins: dict[str, str] | None = None, devices: Sequence[
             return 0
 
         from_process_0(lock)
-        outcome = _train(cfg, origins, devices, attendance, found, leases[0] if leases else None)
+        outcome = _train(cfg, origins, devices, attendance, found, leases[0] if leases else None, listener)
         attendance.ended()
     return outcome
 
 
 def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.Device] | None,
-           attendance: Attendance, found: str | None, lease: Lease | None) -> Outcome:
+           attendance: Attendance, found: str | None, lease: Lease | None, listener: Listener | None) -> Outcome:
     started, primary = time.monotonic(), jax.process_index() == 0
     ledger = Ledger(cfg.run_dir if primary else None)
     phases = Phases(ledger, attendance.phase)
@@ -142,7 +145,7 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
         ledger.begin(cfg.train.steps, mesh.size)
         data = resolve(cfg)
         setting = Setting(cfg, config_text, data, mesh, checkpoints, console, clock, attendance, journal, lease, phases,
-                          ledger)
+                          ledger, listener)
         processes = [("processes", describe(found))] if found is not None else []
         tell = attendance.first
         while True:
@@ -192,6 +195,7 @@ class Setting:
     lease: Lease | None
     phases: Phases
     ledger: Ledger
+    listener: Listener | None
 
 
 class Unread(NamedTuple):
@@ -213,6 +217,7 @@ class Run:
                                                     setting.phases)
         self.cfg, self.mesh, self.checkpoints, self.console, self.clock = cfg, mesh, checkpoints, console, setting.clock
         self.attendance, self.lease, self.phases, self.ledger = attendance, setting.lease, phases, setting.ledger
+        self.listener = setting.listener
         self.batches = make_batches(cfg, data, sharding(mesh, "batch", None), journal)
         self.guard = Guard(cfg.guard, checkpoints, self.batches)
         self.step, self.record, self.saved = 0, Record(), newest
@@ -439,3 +444,5 @@ class Run:
         self.writer.write(step, record | self.clock.take_apart())
         if "train/CE loss" in record and (step % self.cfg.log.every == 0 or step == self.cfg.train.steps):
             self.console.step(step, self.cfg.train.steps, record)
+        if self.listener is not None:
+            self.listener(step, record)

@@ -17,6 +17,7 @@ from maxtext.model.decoder import FLOAT32_WEIGHTS, Decoder, decoder_params, init
 from maxtext.model.matrices import matrices_of
 from maxtext.parallel.host_memory import offloads, on_host
 from maxtext.parallel.sharding import is_param
+from maxtext.parallel.show import tree_text
 from maxtext.train.optim import decay_mask_from_names, make_optimizer
 from maxtext.train.schedule import make_schedule
 
@@ -27,6 +28,8 @@ class TrainState:
     params: Decoder  # float32
     optimizer: Any  # moments, Adam count, learning rate, windows of the skip rule
     rng: jax.Array  # uint32 key data of the run's seed
+
+    __repr__ = tree_text
 
 
 def optimizer_of(cfg: Config) -> optax.GradientTransformationExtraArgs:
