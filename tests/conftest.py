@@ -55,9 +55,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all-meshes"):
-        left_out = [item for item in items if item.get_closest_marker("all_meshes")]
-        if left_out:
+    for marker in ("all_meshes", "full_shapes"):
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        if left_out and not config.getoption(f"--{marker.replace('_', '-')}"):
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):  # one of several processes
@@ -68,6 +68,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_addoption(parser):
     parser.addoption("--all-meshes", action="store_true", help="run every family on every mesh, not on some")
+    parser.addoption("--full-shapes", action="store_true", help="compile the whole models of docs/plans for TPUs again")
     parser.addoption("--oracle-cases", metavar="DIR",
                      help="replay every case of the reference found in DIR, instead of those in tests/oracles/cases")
     parser.addoption("--hf-folders", metavar="DIR",

@@ -128,6 +128,7 @@ def _answer(cfg: Config, target: Target, args: argparse.Namespace, why: tuple[st
         made = answers.planned(cfg, target, *compiled(cfg, target, folder))
     if args.scale is not None:
         answers.add_scale(made, cfg, target, args.scale, args.same_batch, args.plot)
+    made.tree |= {"config": args.config, "overrides": args.overrides}  # so that a record can be made again
     if why:
         made.rows.insert(1, ("mesh: auto", "; ".join(why)))
         made.tree["mesh_auto"] = list(why)

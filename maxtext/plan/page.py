@@ -37,7 +37,9 @@ def table(plans: Iterable[Mapping[str, Any]]) -> str:
 def row(plan: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells of one plan, in the order of COLUMNS."""
     batch = f"{plan['tokens_per_step']:,} tokens of {plan['sequence_length']:,}"
-    head = (f"{plan['run_name']}, {plan['parameters'] / 1e9:.2f} B, {batch}", f"{plan['topology']} ({plan['devices']})")
+    given = "".join(f" `{one}`" for one in plan.get("overrides", ()))  # older records have none
+    head = (f"{plan['run_name']}, {plan['parameters'] / 1e9:.2f} B, {batch}{given and ';'}{given}",
+            f"{plan['topology']} ({plan['devices']})")
     remat, program, memory = plan["remat"], plan["program"], plan["memory"]
     kept = remat["mode"] if remat["mode"] != "names" else " ".join(remat["save"])
     if program is None:

@@ -37,6 +37,12 @@ def test_a_step_with_loops_of_unknown_length_has_no_time():
     assert cells[COLUMNS.index("compiled / model FLOPs")].endswith(", 2 loops counted once")
 
 
+def test_a_row_says_what_was_set_beside_its_config():
+    plan = records(DOCS / "plans")[0] | {"overrides": ["mesh.fsdp=8", "train.remat.mode=full"]}
+    assert row(plan)[0].endswith("; `mesh.fsdp=8` `train.remat.mode=full`")
+    assert "`" not in row(plan | {"overrides": []})[0]
+
+
 def test_a_refused_step_has_a_row_too():
     plan = json.loads(json.dumps(records(DOCS / "plans")[0])) | {"program": None}
     plan["memory"] |= {"needed": 20 << 30, "capacity": 16 << 30}

@@ -273,6 +273,7 @@ def test_the_command_prints_a_table_and_writes_the_same_numbers(
     shown, tree = capsys.readouterr().out, json.loads(out.read_text())
     assert tree["program"] == json.loads(json.dumps(program.to_json()))
     assert tree["memory"]["needed"] == program.memory.total
+    assert (tree["config"], tree["overrides"]) == (config_file, [])
     assert f"{tree['parameters']:,}" in shown
     assert f"{tree['flops']['ratio']:.2f} times as much" in shown
     assert "all-gather over fsdp (8)" in shown
