@@ -5,7 +5,7 @@
 # TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
 # REAL=1 adds real weights and tasks (290 MB), TPU=1 the compiler for TPUs (213 MB; no TPU is needed), DATA=1 the libraries of
 # further data sources, TRACKERS=1 Weights & Biases and MLflow, DOCS=1 what builds the site of docs/. Tests that need what
-# was added cannot be skipped then.
+# was added cannot be skipped then. BROWSER=1 does so for the report's tests in Chromium, which must be here, or come by apt.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -50,7 +50,15 @@ if [ "${DOCS:-}" = 1 ]; then
     "leave DOCS=1 away: the tests that need it are then skipped"
   needed+=" mkdocs"
 fi
-unset TORCH REAL TPU DATA TRACKERS DOCS  # tests that run this script decide for themselves
+if [ "${BROWSER:-}" = 1 ]; then
+  if ! command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null; then
+    say "adding Chromium (apt-get)"
+    apt-get install -y -q --no-install-recommends chromium >/dev/null || die "apt-get could not install chromium" \
+      "install Chromium or Chrome, or leave BROWSER=1 away: the tests that need it are then skipped"
+  fi
+  needed+=" chromium"
+fi
+unset TORCH REAL TPU DATA TRACKERS DOCS BROWSER  # tests that run this script decide for themselves
 export MAXTEXT_TESTS_NEED="$needed"  # read by tests/materials.py
 
 say "ruff check"

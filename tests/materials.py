@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -18,8 +19,10 @@ import pytest
 NEED = "MAXTEXT_TESTS_NEED"
 SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1", "libtpu": "TPU=1",  # of scripts/test.sh; others: REAL=1
           "mkdocs": "DOCS=1",
-          "wandb": "TRACKERS=1", "mlflow": "TRACKERS=1",
+          "wandb": "TRACKERS=1", "mlflow": "TRACKERS=1", "chromium": "BROWSER=1",
           **dict.fromkeys(("google_crc32c", "tensorflow_datasets", "datasets", "tiktoken"), "DATA=1")}
+
+OTHER_NAMES = {"chromium": ("chromium-browser", "google-chrome", "google-chrome-stable")}
 
 
 def folder_of(package: str) -> Path:
@@ -37,6 +40,14 @@ def imported(package: str) -> ModuleType:
     if package == "torch":
         module.set_num_threads(1)  # beside other work its threads wait for each other: one is six times as fast then
     return module
+
+
+def program(name: str) -> str:
+    """The path of a program, which may have other names too."""
+    for one in (name, *OTHER_NAMES.get(name, ())):
+        if found := shutil.which(one):
+            return found
+    absent(name)
 
 
 def absent(package: str) -> NoReturn:

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 import maxtext
 
@@ -18,6 +18,15 @@ def versions() -> dict[str, str]:
     """Of what a state's bits may depend on."""
     packages = {name: metadata.version(name) for name in ("jaxlib", "numpy", "orbax-checkpoint")}
     return {"maxtext": maxtext.__version__, "python": platform.python_version(), "jax": jax.__version__, **packages}
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """Where a run runs, for its ledger: device kind, mesh (axis sizes above 1), processes, system, versions, flags."""
+    return {
+        "device": mesh.devices.flat[0].device_kind, "mesh": {a: size for a, size in mesh.shape.items() if size > 1},
+        "processes": jax.process_count(), "system": f"{platform.platform()}, {os.cpu_count()} CPUs",
+        "versions": versions(), **{name: os.environ[name] for name in _FLAGS if name in os.environ},
+    }
 
 
 def provenance(state: Any, config_text: str) -> dict[str, Any]:

@@ -28,15 +28,26 @@ class Curve:
     dots: bool = False
 
 
-def chart(title: str, curves: Sequence[Curve], *, note: str = "", marks: Sequence[float] = (), mark_name: str = "",
-          log: bool = False, from_zero: bool = False, wide: bool = False) -> str:
-    """Draw `curves` over the same steps; `marks` are steps that get a red tick below. Empty if no curve has points."""
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """Steps that get a tick below the curves; those outside of the curves' range are left out."""
+
+    name: str
+    xs: Sequence[float]
+    colour: str = "var(--bad)"
+
+
+def chart(title: str, curves: Sequence[Curve], *, note: str = "", marks: Sequence[Marks] = (), log: bool = False,
+          from_zero: bool = False, wide: bool = False) -> str:
+    """Draw `curves` over the same steps, with `marks` below. Empty if no curve has points."""
     curves = [curve for curve in curves if curve.xs]
     if not curves:
         return ""
     values = [y for curve in curves for y in curve.ys]
     log = log and min(values) > 0 and max(values) > 20 * sorted(values)[len(values) // 2]
     low, high = (min(values) / 1.2, max(values) * 1.2) if log else value_range(values, from_zero)
+    bounds = [y for curve in curves if len(curve.ys) == 2 for y in curve.ys]  # such as a tolerance: no outliers
+    low, high = min([low, *bounds]), max([high, *bounds])
     x_low = min(min(curve.xs) for curve in curves)
     x_high = max(max(curve.xs) for curve in curves)
     if x_high == x_low:
@@ -66,9 +77,13 @@ def chart(title: str, curves: Sequence[Curve], *, note: str = "", marks: Sequenc
         legend.append(f'<span><i style="background:{colour}"></i>{html.escape(curve.name)} '
                       f"<b>{short(ys[-1])}</b></span>")
         data.append({"name": curve.name, "x": xs, "y": [float(f"{y:.5g}") for y in ys]})
-    if marks:
-        drawn.append(f'<path class="mark" d="{"".join(f"M{to_x(x):.1f} 1000v-45" for x in marks)}"/>')
-        legend.append(f'<span><i class="mark"></i>{html.escape(mark_name)} <b>{len(marks)}</b></span>')
+    for mark in marks:
+        inside = [x for x in mark.xs if x_low <= x <= x_high]
+        if inside:
+            ticks = "".join(f"M{to_x(x):.1f} 1000v-45" for x in inside)
+            drawn.append(f'<path class="mark" style="stroke:{mark.colour}" d="{ticks}"/>')
+            legend.append(f'<span><i class="mark" style="background:{mark.colour}"></i>{html.escape(mark.name)} '
+                          f"<b>{len(inside)}</b></span>")
     grid = "".join(f"M0 {to_y(y):.1f}h1000" for y in ticks_y)
     labels = "".join(f'<span class="y" style="top:{to_y(y) / 10:.2f}%">{short(y)}</span>' for y in ticks_y)
     labels += "".join(f'<span class="x" style="left:{to_x(x) / 10:.2f}%">{short(x)}</span>' for x in ticks_x)

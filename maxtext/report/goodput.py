@@ -13,6 +13,10 @@ _SPENT = {"start-up": ("init",), "compile": ("compile",), "restore": ("restore",
           "evaluation": ("eval", "samples"), "checks": ("comparison",)}
 
 
+_COLOURS = {"productive": "var(--c0)", "data": "var(--c1)", "compile": "var(--c3)", "start-up": "var(--c4)",
+            "save": "var(--c2)", "evaluation": "var(--c5)", "lost": "var(--bad)", "idle": "var(--rule)"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Goodput:
     """Seconds from the first event to the last, each counted once, and what broke.
@@ -66,7 +70,7 @@ def section(run: RunFiles) -> str:
     found = goodput(run)
     if found is None or not found.total:
         return ""
-    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{seconds:,.1f} s</td>"
+    rows = "".join(f"<tr><td>{_dot(name)}{html.escape(name)}</td><td>{seconds:,.1f} s</td>"
                    f"<td>{100 * seconds / found.total:.1f}%</td></tr>" for name, seconds in found.seconds.items())
     told = [f"{found.attempts} attempt{'s' if found.attempts > 1 else ''}, {len(found.failures)} failures, "
             f"{found.lost_updates} updates done again or skipped"]
@@ -75,8 +79,15 @@ def section(run: RunFiles) -> str:
                     f"{max(found.recoveries):.1f} s")
     told += [f"failure: {why}" for why in found.failures[-10:]]
     lines = "".join(f"<p class=soft>{html.escape(line)}</p>" for line in told)
+    bar = "".join(f'<i style="width:{100 * part / found.total:.2f}%;background:{_COLOURS.get(name, "var(--soft)")}" '
+                  f'title="{name}"></i>' for name, part in found.seconds.items() if part)
     table = f"<table><tr><th>time went to</th><th>seconds</th><th>share</th></tr>{rows}</table>"
-    return f'<section><h2>Goodput</h2><div class="scroll">{table}</div>{lines}</section>'
+    return (f'<section><h2>Goodput</h2><div class="bar">{bar}</div><div class="scroll">{table}</div>{lines}'
+            "</section>")
+
+
+def _dot(name: str) -> str:
+    return f'<i class="dot" style="background:{_COLOURS.get(name, "var(--soft)")}"></i>'
 
 
 def _sum(records: list[Record], metric: str) -> float:

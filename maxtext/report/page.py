@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext.report.chart import Curve, chart
+from maxtext.report.against import section as against_section
+from maxtext.report.chart import Curve, Marks, chart
 from maxtext.report.curves import short
+from maxtext.report.environment import section as environment_section
+from maxtext.report.events import event_marks
+from maxtext.report.events import section as events_section
 from maxtext.report.experts import expert_charts, load_map
 from maxtext.report.goodput import section as goodput_section
 from maxtext.report.overlay import Overlay, section
@@ -21,13 +25,15 @@ from maxtext.report.tasks import task_charts, tasks_table
 _HERE = Path(__file__).parent
 _AVERAGES = ("macro", "micro")
 _SAMPLES = 5  # of each prompt
+_SOURCE_TOKENS = "data/tokens/"
 
 
-def render(run: RunFiles, overlay: Overlay | None = None) -> str:
-    """Return the whole page of a run, with its curve over a reference's if there is one."""
-    sections = [_header(run), _tiles(run), f'<div class="charts">{"".join(charts(run))}</div>',
-                section(overlay, run) if overlay else "", _held_out(run), tasks_table(run), load_map(run),
-                goodput_section(run), profile_section(run.folder), _samples(run), _config(run)]
+def render(run: RunFiles, overlay: Overlay | None = None, others: Sequence[RunFiles] = ()) -> str:
+    """Return the whole page of a run, with its curve over a reference's and beside other runs if there are any."""
+    sections = [_header(run), _tiles(run), section(overlay, run) if overlay else "", against_section(run, others),
+                f'<div class="charts">{"".join(charts(run))}</div>', _held_out(run), tasks_table(run), load_map(run),
+                goodput_section(run), events_section(run), profile_section(run.folder), _samples(run),
+                environment_section(run), _config(run)]
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.name)}</title>\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<style>\n{(_HERE / 'page.css').read_text()}</style></head>\n<body>\n{chr(10).join(sections)}\n"
@@ -46,19 +52,34 @@ def charts(run: RunFiles) -> list[str]:
                                           ("CE loss", "Held-out loss", "per domain, nats per token"))]
     found = [
         chart("Training loss", [Curve("cross-entropy", *run.series("train/CE loss"), smoothed=True)],
-              note="nats per token", wide=True),
+              note="nats per token", marks=event_marks(run), wide=True),
         *held_out,
         *task_charts(run),
         *expert_charts(run),
         chart("Learning rate", rates, from_zero=True),
         chart("Gradient norm", [Curve("before clipping", *run.series("optim/total grad norm"), smoothed=True)],
-              marks=skipped, mark_name="skipped updates", log=True),
+              marks=[Marks("skipped updates", skipped)], log=True),
         chart("Throughput", [Curve("tokens/s", *tokens_per_second(run), smoothed=True)], note="all devices",
               from_zero=True),
+        chart("Model FLOPs utilisation", [Curve("MFU, %", *run.series("throughput/device/MFU"), smoothed=True)],
+              note="of the device's peak", from_zero=True),
+        chart("Memory of the host", [Curve("GiB", *run.series("memory/host (GiB)"))], note="process 0", from_zero=True),
+        chart("Data shares", _data_shares(run), note="% of the tokens read so far", from_zero=True),
         chart("Waiting for data", [Curve("% of the update", *run.series("throughput/device/data loading (%)"),
                                          smoothed=True)], from_zero=True),
     ]
     return [figure for figure in found if figure]
+
+
+def _data_shares(run: RunFiles) -> list[Curve]:
+    """Each source's part of the tokens, where the run counts them."""
+    names = dict.fromkeys(name for record in run.records for name in record if name.startswith(_SOURCE_TOKENS))
+    curves = []
+    for name in names:
+        pairs = [(int(record["step"]), 100 * record.get(name, 0) / total) for record in run.records
+                 if (total := sum(record.get(one, 0) for one in names))]
+        curves.append(Curve(name.removeprefix(_SOURCE_TOKENS), [step for step, _ in pairs], [y for _, y in pairs]))
+    return curves
 
 
 def tokens_per_second(run: RunFiles) -> tuple[list[int], list[float]]:

@@ -26,10 +26,11 @@ class Ledger:
     def __init__(self, run_dir: str | None) -> None:
         self._run_dir, self._begun = run_dir, False
 
-    def begin(self, steps: int, devices: int) -> None:
-        """An attempt of this process begins; nothing is written before."""
+    def begin(self, steps: int, devices: int, environment: dict[str, Any] | None = None) -> None:
+        """An attempt of this process begins, in an environment that the report shows; nothing is written before."""
         self._begun = True
-        self.write("begin", steps=steps, devices=devices, host=socket.gethostname(), pid=os.getpid())
+        self.write("begin", steps=steps, devices=devices, host=socket.gethostname(), pid=os.getpid(),
+                   environment=environment or {})
 
     def write(self, event: str, **fields: Any) -> None:
         """One event. A ledger that cannot be written is a warning: the run is worth more."""

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from maxtext.checkpoint.lease import Lease, LeaseError
 from maxtext.checkpoint.manager import CheckpointError, Checkpoints
 from maxtext.checkpoint.processes import all_agree, from_process_0
+from maxtext.checkpoint.provenance import environment
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import Config
 from maxtext.data.batch import Batch
@@ -142,7 +143,7 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     with (attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh), watchdog,
           ledger.ending(MembersChanged), explained(cfg, mesh)):
         stopper.trouble = lambda: _trouble(cfg, checkpoints, lease)
-        ledger.begin(cfg.train.steps, mesh.size)
+        ledger.begin(cfg.train.steps, mesh.size, environment(mesh))
         data = resolve(cfg)
         setting = Setting(cfg, config_text, data, mesh, checkpoints, console, clock, attendance, journal, lease, phases,
                           ledger, listener)
