@@ -1,6 +1,6 @@
-"""Speed of a train step here and in two peers, run by turns on this machine, as one table with ratios.
+"""Speed of a train step here and in peers, run by turns on this machine, as one table with ratios.
 
-    python benchmarks/peers.py --torch PYTHON --maxtext PYTHON [--rounds 2] [--only 8192 100352 experts] [--write]
+    python benchmarks/peers.py --torch PYTHON --maxtext PYTHON --olmo-core PYTHON [--rounds 2] [--only 8192] [--write]
 
 Each run is a process of its own: train_step.py with this python, peer_torch.py and peer_maxtext.py with the pythons of
 environments that have what these need (peer_maxtext.txt for the second). A round runs every trainer once on every model
@@ -28,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.tables import put
 
 HERE = Path(__file__).resolve().parent
-OURS, TORCH, MAXTEXT = "ours", "torch.compile", "MaxText"
+OURS, TORCH, OLMO_CORE, MAXTEXT = "ours", "torch.compile", "OLMo-core", "MaxText"
+SCRIPTS = {OURS: ["train_step.py"], TORCH: ["peer_torch.py"], OLMO_CORE: ["peer_torch.py", "--olmo-core"],
+           MAXTEXT: ["peer_maxtext.py"]}
 SPEED, CPU_SPEED = "tokens/s", "tokens/CPU-second"
 START, MEMORY = "process start to first step done (s)", "peak memory (GiB)"
 COLUMNS = (SPEED, CPU_SPEED, START, MEMORY)
@@ -47,8 +49,8 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "8192": Workload("vocabulary 8,192", {OURS: 20, TORCH: 20, MAXTEXT: 14}),
-    "100352": Workload("vocabulary 100,352", {OURS: 8, TORCH: 8, MAXTEXT: 5}, vocab=100352),
+    "8192": Workload("vocabulary 8,192", {OURS: 20, TORCH: 20, OLMO_CORE: 20, MAXTEXT: 14}),
+    "100352": Workload("vocabulary 100,352", {OURS: 8, TORCH: 8, OLMO_CORE: 8, MAXTEXT: 5}, vocab=100352),
     # transformers has no OLMo 3 with experts
     "experts": Workload("8 experts, 2 a token", {OURS: 20, MAXTEXT: 10}, experts=True),
 }
@@ -65,6 +67,7 @@ class Run(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torch", metavar="PYTHON", help="python with torch and transformers; else they are left out")
+    parser.add_argument("--olmo-core", metavar="PYTHON", help="python with ai2-olmo-core; else it is left out")
     parser.add_argument("--maxtext", metavar="PYTHON", help="python with MaxText; else it is left out")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="models to run")
@@ -74,8 +77,9 @@ def main() -> None:
     if args.page:
         write(DOCS)
         return
-    pythons = {OURS: sys.executable} | {name: python for name, python in ((TORCH, args.torch), (MAXTEXT, args.maxtext))
-                                        if python is not None}
+    pythons = {OURS: sys.executable} | {
+        name: python for name, python in ((TORCH, args.torch), (OLMO_CORE, args.olmo_core), (MAXTEXT, args.maxtext))
+        if python is not None}
     runs = []
     for _ in range(args.rounds):
         for name in args.only:
@@ -124,7 +128,7 @@ def write(docs: Path) -> None:
     runs, models = recorded(docs)
     said = dict.fromkeys(f"{model['measured']}, {model['cores']} cores of {model['machine']}" for model in models)
     versions = {name: f"{name} {number}" for run in runs for name, number in run.figures.items()
-                if name in ("jax", "torch", "transformers", "maxtext")}
+                if name in ("jax", "torch", "transformers", "ai2-olmo-core", "maxtext")}
     put(docs / "comparison.md", f"peers: {WRITTEN}",
         "\n".join([*table(runs), "", f"Measured {'; '.join(said)}; {', '.join(versions.values())}."]))
     put(docs / "comparison.md", f"compiled: {WRITTEN}", "\n".join(compiled(docs)))
@@ -157,8 +161,8 @@ def measure(name: str, trainer: str, python: str) -> Run:
       SystemExit: its process failed; the message ends with what it wrote last.
     """
     work = WORKLOADS[name]
-    script = {OURS: "train_step.py", TORCH: "peer_torch.py", MAXTEXT: "peer_maxtext.py"}[trainer]
-    command = [python, str(HERE / script), "--vocab", str(work.vocab), "--steps", str(work.steps[trainer])]
+    script, *options = SCRIPTS[trainer]
+    command = [python, str(HERE / script), *options, "--vocab", str(work.vocab), "--steps", str(work.steps[trainer])]
     environ = dict(os.environ)
     if trainer != OURS:
         environ.pop("PYTHONPATH", None)  # which may lead to our package, of the same name as MaxText's
@@ -180,7 +184,7 @@ def table(runs: Sequence[Run]) -> list[str]:
     for name in dict.fromkeys(run.workload for run in runs):
         trainers = dict.fromkeys(run.trainer for run in runs if run.workload == name)
         best = {trainer: best_of([run.figures for run in runs if (run.workload, run.trainer) == (name, trainer)])
-                for trainer in sorted(trainers, key=(OURS, TORCH, MAXTEXT).index)}
+                for trainer in sorted(trainers, key=[*SCRIPTS].index)}
         for trainer, figures in best.items():
             cells = ["" if key not in figures else f"{figures[key]:,}" for key in COLUMNS]
             ratios = ["" if trainer == OURS else f"{best[OURS][key] / figures[key]:.2f}" for key in (SPEED, CPU_SPEED)]

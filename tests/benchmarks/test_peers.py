@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peers
-from benchmarks.peers import CPU_SPEED, MAXTEXT, MEMORY, OURS, SPEED, START, TORCH, Run, Workload
+from benchmarks.peers import CPU_SPEED, MAXTEXT, MEMORY, OLMO_CORE, OURS, SPEED, START, TORCH, Run, Workload
 from benchmarks.tables import put
 
 
@@ -46,6 +46,13 @@ def test_a_run_is_a_process_of_its_own(scripts: Path):
         "print(json.dumps({'tokens/s': 1, 'experts: tokens/s': 2, 'experts: arguments': sys.argv[1:]}))")
     run = peers.measure("experts", OURS, sys.executable)
     assert run.figures == {SPEED: 2, "arguments": ["--vocab", "77", "--steps", "3", "--experts"]}
+
+
+def test_two_trainers_share_a_script(scripts: Path):
+    (scripts / "peer_torch.py").write_text("import json, sys; print(json.dumps({'arguments': sys.argv[1:]}))")
+    of = {name: peers.measure("8192", name, sys.executable).figures["arguments"] for name in (TORCH, OLMO_CORE)}
+    assert of == {TORCH: ["--vocab", "8192", "--steps", "20"],
+                  OLMO_CORE: ["--olmo-core", "--vocab", "8192", "--steps", "20"]}
 
 
 def test_a_peer_does_not_find_our_package(scripts: Path, monkeypatch: pytest.MonkeyPatch):
