@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.materials import imported
+from tests.materials import imported, program
 
 imported("mkdocs")
 from mkdocs.commands.build import build  # noqa: E402
@@ -47,12 +46,9 @@ def test_nothing_is_fetched_from_a_network(site: Path):
 
 
 def test_search_works_where_the_site_is_read_from_a_disk(site: Path, tmp_path: Path):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no Chromium is installed here")
     shown = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom",
-         "--virtual-time-budget=10000", f"file://{site}/index.html?q=pipeline"],
+        [program("chromium"), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+         "--virtual-time-budget=10000", "--dump-dom", f"file://{site}/index.html?q=pipeline"],
         capture_output=True, text=True, timeout=120)
     assert re.search(r"[1-9]\d* matching documents", shown.stdout), shown.stderr[-500:]
 
