@@ -24,7 +24,7 @@ verbs
   plan CONFIG --topology CHIP:SHAPE [...]    memory, FLOPs and estimated speed on a machine that is not here
   compare A [B] [--b key=value] [...]        whether two configs or commits compute the same numbers
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
-  data prepare [...]                         text to a tokenizer and token files
+  data prepare [...]                         text to a tokenizer and token files; also called data tokenize
   data inspect CONFIG --step N [--row R]     the text, documents and mask of a batch, without devices
   data stats DIR | overlap DIR [...]         lengths, shares, duplicates and leaks of a prepared data set
   data audit RUN                             whether each update saw its own batch, and none what is held out
@@ -214,8 +214,9 @@ def _data(argv: list[str]) -> int:
         from maxtext.data.stats import overlap, stats
 
         return (stats if argv[0] == "stats" else overlap)(argv[1:])
-    if argv[:1] != ["prepare"]:
-        print("usage: maxtext data prepare | inspect | stats | overlap | audit [...]; each has --help", file=sys.stderr)
+    if argv[:1] not in (["prepare"], ["tokenize"]):
+        print("usage: maxtext data prepare (or tokenize) | inspect | stats | overlap | audit [...]; each has --help",
+              file=sys.stderr)
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     from maxtext.data.prepare import run
 

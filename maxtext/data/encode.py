@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import dataclasses
 import functools
 import hashlib
@@ -126,7 +125,7 @@ def encode_documents(tokenizer: Tokenizer, batch: Sequence[Kept]) -> list[np.nda
     for document, _, _ in batch:
         ids = document.tokens
         if ids is None:
-            ids = np.frombuffer(array.array("I", next(encoded)), np.uint32)  # half the time of numpy.array
+            ids = next(encoded)
         else:
             ids = ids[:-1] if ids.size and int(ids[-1]) == tokenizer.eos_id else ids
             if ids.size and int(ids.max()) >= tokenizer.vocab_size:

@@ -30,7 +30,7 @@ class TokenFile:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A prepared data set."""
+    """A prepared data set; `special_tokens` is the policy for their names inside texts."""
 
     folder: Path
     vocab_size: int
@@ -41,6 +41,8 @@ class Prepared:
     heldout: dict[str, tuple[TokenFile, ...]]
     token_bytes: np.ndarray
     tokenizer: Path
+    bos_id: int | None = None
+    special_tokens: str = "literal"
 
     def tokens_of(self) -> dict[str, int]:
         """Number of tokens by path, of all files."""
@@ -110,7 +112,8 @@ def load_prepared(folder: str | Path) -> Prepared:
             folder=folder, vocab_size=int(manifest["vocab_size"]), eos_id=int(manifest["eos_id"]),
             pad_id=int(manifest["pad_id"]), dtype=dtype, train=split["train"],
             heldout={name: files for name, files in split["heldout"].items() if files},
-            token_bytes=np.load(folder / "token_bytes.npy"), tokenizer=folder / manifest["tokenizer"]["file"])
+            token_bytes=np.load(folder / "token_bytes.npy"), tokenizer=folder / manifest["tokenizer"]["file"],
+            bos_id=manifest["bos_id"], special_tokens=manifest.get("special_tokens", "literal"))
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / NAME}: incomplete: {error!r}") from error
     except (OSError, ValueError) as error:

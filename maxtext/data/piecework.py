@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from maxtext.data import DataError
 from maxtext.data.corpus import read_units
 from maxtext.data.reader import begin_worker
+from maxtext.data.special_tokens import LITERAL, SpecialTokens
 from maxtext.data.text_source import UNIT_BYTES, Bad, Document, Source, Unit
 
 Result = TypeVar("Result")
@@ -37,6 +38,7 @@ class Piece:
     number: int
     source: str
     units: tuple[Unit, ...]
+    special: SpecialTokens = LITERAL
 
     @property
     def size(self) -> int:
@@ -45,11 +47,13 @@ class Piece:
 
     def read(self) -> Iterator[Document | Bad]:
         """Its documents in order, and the records that are none."""
-        return read_units(self.units, self.source)
+        return self.special.applied(read_units(self.units, self.source))
 
     def identity(self) -> str:
         """Hex identity of what is read, without reading it: ranges, and sizes and times of the files."""
         rows: list[Any] = [self.source]
+        if self.special.policy != "literal":
+            rows.append(dataclasses.astuple(self.special))
         for unit in self.units:
             rows.append(dataclasses.astuple(unit))
             if os.path.exists(unit.path):
@@ -58,7 +62,7 @@ class Piece:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def cut(sources: Sequence[Source]) -> list[Piece]:
+def cut(sources: Sequence[Source], special: SpecialTokens = LITERAL) -> list[Piece]:
     """The units of each source, gathered to pieces of at least UNIT_BYTES but for its last."""
     pieces: list[Piece] = []
     for source in sources:
@@ -68,7 +72,7 @@ def cut(sources: Sequence[Source]) -> list[Piece]:
             gathered.append(unit)
             size += unit.size
             if size >= UNIT_BYTES or place == len(source.units) - 1:
-                pieces.append(Piece(len(pieces), source.name, tuple(gathered)))
+                pieces.append(Piece(len(pieces), source.name, tuple(gathered), special))
                 gathered, size = [], 0
     return pieces
 

@@ -31,8 +31,9 @@ from maxtext.data.encode import Encoding, drop_moved, encode_all, gather, kept_d
 from maxtext.data.manifest import DTYPES, FORMAT, NAME, VERSION, read_manifest, smallest_dtype
 from maxtext.data.piecework import cut, workshop
 from maxtext.data.scan import Scan, scan_all, workers_for
+from maxtext.data.special_tokens import LITERAL, POLICIES, SpecialTokens
 from maxtext.data.text_source import Source, name_hash
-from maxtext.data.tokenizer import load_tokenizer, train_sentencepiece
+from maxtext.data.tokenizer import TRAINED_NAMES, load_tokenizer, train_sentencepiece
 from maxtext.data.tokenizer_files import tiktoken_file
 
 DEFAULT_OUT = "data/quickstart"
@@ -50,6 +51,7 @@ class Options:
       tokenizer: a file, `bytes` or `tiktoken:NAME`; None trains one of vocab_size ids.
       eos, pad, bos: names of its tokens.
       max_bad: records that are not documents and may be left out.
+      special_tokens: what becomes of the names of special tokens inside a text (special_tokens.POLICIES).
       workers: processes; None: one a CPU.
     """
 
@@ -62,6 +64,7 @@ class Options:
     pad: str | None = None
     bos: str | None = None
     max_bad: int = 0
+    special_tokens: str = "literal"
     workers: int | None = None
     force: bool = False
 
@@ -84,6 +87,8 @@ class Options:
         identity = {"version": VERSION, "tokenizer": tokenizer, "eos": self.eos, "pad": self.pad, "bos": self.bos,
                     "vocab_size": self.vocab_size if tokenizer is None else None,
                     "sources": [source.name for source in self.sources], "documents": scan.sha256()}
+        if self.special_tokens != "literal":
+            identity["special_tokens"] = self.special_tokens
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -99,9 +104,9 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     out = options.out
     present = _present(out)
     _check_replaceable(out, present, options.force)
-    pieces = cut(options.sources)
-    workers = workers_for(pieces, options.workers)
     with workshop(out) as folder:
+        pieces = cut(options.sources, _special_tokens(options, folder))
+        workers = workers_for(pieces, options.workers)
         scan = scan_all(options.sources, pieces, options.heldout, options.max_bad, workers, folder)
         inputs = options.inputs_sha256(scan)
         if present is not None and not options.force:
@@ -120,6 +125,18 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
         write_whole(building / NAME, lambda file: file.write((json.dumps(manifest, indent=1) + "\n").encode()))
         _move_into_place(building, out)
     return manifest, True
+
+
+def _special_tokens(options: Options, folder: Path) -> SpecialTokens:
+    """The policy, with the names that the tokenizer has."""
+    if options.special_tokens == "literal":
+        return LITERAL
+    given = options.tokenizer_bytes()
+    if given is None:
+        return SpecialTokens(options.special_tokens, TRAINED_NAMES)
+    write_whole(folder / given[0], lambda file: file.write(given[1]))
+    return SpecialTokens(options.special_tokens,
+                         load_tokenizer(folder / given[0], options.eos, options.pad).special_names)
 
 
 def _tokenizer_file(options: Options, scan: Scan, building: Path) -> str:
@@ -165,7 +182,7 @@ def _write(options: Options, scan: Scan, workers: int, folder: Path, building: P
         "sources": {source.name: {"heldout_fraction": options.heldout[source.name], **entries[source.name]}
                     for source in options.sources},
         "duplicates_dropped": scan.duplicates, "empty_dropped": scan.empty, "dropped": scan.dropped(),
-        "bad_shown": scan.shown,
+        "special_tokens": options.special_tokens, "bad_shown": scan.shown,
     }
 
 
@@ -265,6 +282,8 @@ def parse(argv: Sequence[str]) -> Options:
     add("--eos", metavar="TOKEN", help="end-of-document token of --tokenizer, where it cannot be guessed")
     add("--pad", metavar="TOKEN", help="padding token of --tokenizer")
     add("--bos", metavar="TOKEN", help="token of --tokenizer to begin every document with (default: none)")
+    add("--special-tokens", choices=POLICIES, default="literal", help="names of special tokens inside a text: plain "
+        "text (default), a bad record, a document left out and counted, or a name taken out of the text")
     add("--heldout-fraction", action="append", default=[], metavar="NAME=F",
         help=f"share of a domain's documents to hold out (default: {DEFAULT_HELDOUT}); repeatable")
     add("--force", action="store_true", help="replace a data set that stands in DIR")
@@ -291,7 +310,7 @@ def parse(argv: Sequence[str]) -> Options:
         raise DataError(f"--tokenizer {args.tokenizer}: no such file")
     out = Path(os.path.abspath(args.out)) if args.out in ("", ".", "..") else Path(args.out)
     return Options(out, sources, heldout, args.vocab_size, args.tokenizer, args.eos, args.pad, args.bos, args.max_bad,
-                   args.workers, args.force)
+                   args.special_tokens, args.workers, args.force)
 
 
 def pairs(items: Sequence[str], option: str) -> dict[str, str]:

@@ -38,11 +38,13 @@ def digest_of(data: bytes) -> tuple[str, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What is in one piece: a ROW for each document, in order; how many records are none, and the first of those."""
+    """What is in one piece: a ROW for each document, in order; how many records are none, and the first of those; how
+    many documents were left out for the special tokens in them."""
 
     rows: np.ndarray
     bad: int
     shown: tuple[str, ...]
+    special: int = 0
 
 
 @dataclasses.dataclass
@@ -69,7 +71,9 @@ class Scan:
 
     def dropped(self) -> dict[str, int]:
         """Documents and records that are left out, by reason."""
-        return {"empty": self.empty, "duplicate": self.duplicates, "repeated id": self.repeated_names, "bad": self.bad}
+        special = sum(found.special for found in self.found)
+        return {"empty": self.empty, "duplicate": self.duplicates, "repeated id": self.repeated_names, "bad": self.bad,
+                "special token": special}
 
     def sha256(self) -> str:
         """Identity of the documents that are kept: source, name, side and content, in order."""
@@ -89,10 +93,13 @@ def scan_piece(piece: Piece, folder: Path, fraction: float, max_bad: int) -> Fou
     path = folder / f"scan-{piece.number:05d}-{piece.identity()[:16]}-{fraction}.npz"
     if path.exists():
         with np.load(path) as arrays:
-            return Found(arrays["rows"], int(arrays["bad"]), tuple(json.loads(str(arrays["shown"]))))
-    rows, bad, shown = [], 0, []
+            return Found(arrays["rows"], int(arrays["bad"]), tuple(json.loads(str(arrays["shown"]))),
+                         int(arrays["special"]))
+    rows, bad, shown, special = [], 0, [], 0
     for document in piece.read():
-        if isinstance(document, Bad):
+        if isinstance(document, Bad) and document.dropped:
+            special += 1
+        elif isinstance(document, Bad):
             bad += 1
             if len(shown) < BAD_SHOWN:
                 shown.append(f"{document.where}: {document.why}")
@@ -102,8 +109,8 @@ def scan_piece(piece: Piece, folder: Path, fraction: float, max_bad: int) -> Fou
             data = document.data
             rows.append((*digest_of(data)[1:], name_hash(document.name), len(data),
                          PARTS.index(split_of(document, fraction))))
-    found = Found(np.array(rows, ROW), bad, tuple(shown))
-    write_whole(path, lambda file: np.savez(file, rows=found.rows, bad=bad, shown=json.dumps(shown)))
+    found = Found(np.array(rows, ROW), bad, tuple(shown), special)
+    write_whole(path, lambda file: np.savez(file, rows=found.rows, bad=bad, shown=json.dumps(shown), special=special))
     return found
 
 

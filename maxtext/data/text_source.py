@@ -47,10 +47,11 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Bad:
-    """A record that is not a document: its place and the reason."""
+    """A record that is not a document: its place and the reason; `dropped`: one that it was asked to leave out."""
 
     where: str
     why: str
+    dropped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

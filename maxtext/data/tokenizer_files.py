@@ -30,6 +30,10 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
 
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        return tuple(BYTE_NAMES)
+
     def named_id(self, name: str) -> int | None:
         return BYTE_NAMES.get(name)
 
@@ -63,6 +67,10 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._encoding.encode_ordinary_batch(list(texts), num_threads=self._threads)
+
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        return tuple(self._special)
 
     def named_id(self, name: str) -> int | None:
         return self._special.get(name)

@@ -237,7 +237,7 @@ def test_ids_used_twice_are_an_error_or_left_out(tmp_path):
     with pytest.raises(DataError, match=r"a.jsonl:6: id '0' was used before; ids decide the split"):
         prepare(once)
     manifest, _ = prepare(dataclasses.replace(once, max_bad=1))
-    assert manifest["dropped"] == {"empty": 0, "duplicate": 0, "repeated id": 1, "bad": 0}
+    assert manifest["dropped"] == {"empty": 0, "duplicate": 0, "repeated id": 1, "bad": 0, "special token": 0}
     assert manifest["sources"]["a"]["train"]["documents"] == 5
 
 

@@ -8,7 +8,13 @@ import pytest
 import tokenizers
 
 from maxtext.data import DataError
-from maxtext.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, load_tokenizer, train_sentencepiece
+from maxtext.data.tokenizer import (
+    CHECKED_AT_ONCE,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+    train_sentencepiece,
+)
 
 TEXT = Path(__file__).resolve().parents[1] / "fixtures" / "text"
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(TEXT.glob("*/*.txt"))]
@@ -50,7 +56,7 @@ def tokenizer(request, proto, byte_level):
 def test_any_text_survives(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.encode_exactly([text], ["odd"]) == [ids]
+    assert [found.tolist() for found in tokenizer.encode_exactly([text], ["odd"])] == [ids]
     assert tokenizer.token_bytes()[ids].sum(dtype=np.int64) == len(text.encode())
 
 
@@ -133,7 +139,9 @@ def test_files(tmp_path, proto, byte_level):
         load_tokenizer(tmp_path / "a.model", eos="<none>")
 
 
-def test_lossy_tokenizer_is_refused_with_document_and_place(byte_level):
+@pytest.mark.parametrize("at_once", [4, CHECKED_AT_ONCE])
+def test_lossy_tokenizer_is_refused_with_document_and_place(byte_level, monkeypatch, at_once):
+    monkeypatch.setattr("maxtext.data.tokenizer.CHECKED_AT_ONCE", at_once)
     spec = json.loads(byte_level) | {"normalizer": {"type": "Lowercase"}}
     tokenizer = JsonTokenizer(json.dumps(spec))
     tokenizer.encode_exactly(["all lower"], ["fine"])
