@@ -20,7 +20,7 @@ NEED = "MAXTEXT_TESTS_NEED"
 SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1", "libtpu": "TPU=1",  # of scripts/test.sh; others: REAL=1
           "mkdocs": "DOCS=1",
           "wandb": "TRACKERS=1", "mlflow": "TRACKERS=1", "chromium": "BROWSER=1",
-          **dict.fromkeys(("google_crc32c", "tensorflow_datasets", "datasets", "tiktoken"), "DATA=1")}
+          **dict.fromkeys(("google_crc32c", "tensorflow_datasets", "datasets", "tiktoken", "ray"), "DATA=1")}
 
 OTHER_NAMES = {"chromium": ("chromium-browser", "google-chrome", "google-chrome-stable")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
@@ -18,7 +19,7 @@ RATIO_TOLERANCE = 1e-5  # of the sum of a mixture's ratios, as numpy.allclose ha
 
 def _sources(cfg: Config) -> Iterator[Problem]:
     data = cfg.data
-    if data.prepared is None and not data.sources:
+    if data.prepared is None and not data.sources and data.stream.kind == "none":
         yield "data.sources", ("no training data: give data.prepared (a folder of `maxtext data prepare`) or "
                                "data.sources with token files")
     for name, source in data.sources.items():
@@ -37,17 +38,43 @@ def _source(key: str, source: SourceConfig, prepared: bool) -> Iterator[Problem]
         yield f"{key}.tokenizer_placeholder", f"only a mix file has a placeholder, but {key}.mix is null; remove it"
 
 
+def _stream(cfg: Config) -> Iterator[Problem]:
+    data, stream = cfg.data, cfg.data.stream
+    if stream.kind == "none":
+        for name in ("paths", "key", "tokenizer", "tail"):
+            if getattr(stream, name) != default_of(stream, name):
+                yield f"data.stream.{name}", (f"data.stream.{name} is set, but data.stream.kind is none; write kind: "
+                                              "hf or ray, or remove it")
+        return
+    if not stream.paths:
+        yield "data.stream.paths", f"data.stream.kind {stream.kind} reads no file; give data.stream.paths"
+    if stream.tokenizer is None and data.prepared is None:
+        yield "data.stream.tokenizer", "no tokenizer: give data.stream.tokenizer, or data.prepared that has one"
+    if data.sources:
+        yield "data.sources", (f"data.sources and data.stream.kind {stream.kind} both say what is trained on; remove "
+                               "one of them")
+    if data.packing not in ("chunk", "padded"):
+        yield "data.packing", (f"data.packing {data.packing} must know all documents, but a stream is read once, in "
+                               "order; write chunk or padded")
+    for name, why in (("max_target_sequence_length", "cuts files into blocks"), ("workers", "are of token files"),
+                      ("packing_seed", "permutes files"), ("document_boundaries", "are of token files")):
+        if getattr(data, name) != default_of(data, name):
+            yield f"data.{name}", (f"data.{name} {getattr(data, name)}: these {why}, but data.stream.kind is "
+                                   f"{stream.kind}; remove one of them")
+
+
 def _mixture(cfg: Config) -> Iterator[Problem]:
     data = cfg.data
     ratios = {name: source.ratio for name, source in data.sources.items() if source.ratio is not None}
     for name, source in data.sources.items():
         key = f"data.sources.{name}"
         if source.ratio is None:
-            if ratios:
+            if ratios and not source.weights:
                 yield f"{key}.ratio", (f"{key}.ratio is null, but {', '.join(ratios)} give one; give it for every "
                                        "source, or for none")
             for limit in ("max_repetition", "max_source_fraction"):
-                if getattr(source, limit) != default_of(source, limit):
+                bounded = limit == "max_repetition" and source.weights
+                if getattr(source, limit) != default_of(source, limit) and not bounded:
                     yield f"{key}.{limit}", (f"{key}.{limit} {getattr(source, limit)} bounds a ratio, but {key}.ratio "
                                              "is null; set it, or remove the bound")
         elif source.repeat != default_of(source, "repeat"):
@@ -64,6 +91,40 @@ def _mixture(cfg: Config) -> Iterator[Problem]:
     if ratios and data.packs_documents:
         yield "data.packing", (f"data.packing {data.packing} packs whole files, but a ratio takes a part of them; "
                                "write data.packing: chunk, or repeat instead of ratio")
+
+
+def _weights(cfg: Config) -> Iterator[Problem]:
+    data, stages = cfg.data, cfg.data.mixture_steps
+    if not data.weighted:
+        if stages != default_of(data, "mixture_steps"):
+            yield "data.mixture_steps", (f"data.mixture_steps {list(stages)} begin stages of weights, but no source "
+                                         "gives weights; give them, or remove it")
+        return
+    if not stages or stages[0] != 1 or any(a >= b for a, b in itertools.pairwise(stages)):
+        yield "data.mixture_steps", (f"data.mixture_steps {list(stages)} must begin with 1 and ascend: they are the "
+                                     "updates at which stages begin")
+    for name, source in data.sources.items():
+        key = f"data.sources.{name}"
+        if len(source.weights) != len(stages):
+            yield f"{key}.weights", (f"{key}.weights has {len(source.weights)} values, but data.mixture_steps has "
+                                     f"{len(stages)} stages; give one for each")
+        for other in ("ratio", "repeat"):
+            if source.weights and getattr(source, other) != default_of(source, other):
+                yield f"{key}.{other}", (f"{key}.{other} {getattr(source, other)} and {key}.weights both say how "
+                                         "much of the source is seen; remove one of them")
+    if all(len(source.weights) == len(stages) for source in data.sources.values()):
+        for place, step in enumerate(stages):
+            weights = [source.weights[place] for source in data.sources.values()]
+            if abs(sum(weights) - 1) > RATIO_TOLERANCE:
+                yield "data.sources", (f"the weights from update {step} on, {' + '.join(map(str, weights))} = "
+                                       f"{sum(weights):g}, are not 1")
+    if data.packs_documents:
+        yield "data.packing", (f"data.packing {data.packing} packs documents of several files, but weights take "
+                               "instances of one source; write data.packing: chunk, or repeat instead of weights")
+    if data.max_target_sequence_length is not None:
+        yield "data.max_target_sequence_length", (
+            f"data.max_target_sequence_length {data.max_target_sequence_length} keeps blocks of instances together, "
+            "but weights take single ones; remove one of them")
 
 
 def _packing(cfg: Config) -> Iterator[Problem]:
@@ -142,5 +203,5 @@ def _token_type(cfg: Config) -> Iterator[Problem]:
 
 
 DATA_RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
-    _sources, _mixture, _packing, _longest_instance, _instance_filter, _vocabulary, _vocabulary_sizes, _special_ids,
-    _token_type)
+    _sources, _stream, _mixture, _weights, _packing, _longest_instance, _instance_filter, _vocabulary,
+    _vocabulary_sizes, _special_ids, _token_type)

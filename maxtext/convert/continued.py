@@ -38,11 +38,17 @@ def small_leaves(cfg: Config, step: int) -> dict[str, np.ndarray]:
 
 def run_extra(cfg: Config, step: int) -> dict[str, Any]:
     """What train/loop.py saves beside the state, with the position in the run's own data."""
+    if cfg.data.stream.kind != "none":
+        raise ConvertError(f"data.stream.kind {cfg.data.stream.kind}: a stream has no position for a number of "
+                           "updates; continue with token files of `maxtext data prepare`")
     try:
         batches = make_batches(cfg, resolve(cfg), None)
     except DataError as error:
         raise ConvertError(f"the data of the run to be continued cannot be read: {error}") from None
     try:
-        return {"data": {**batches.get_state(), "step": step}, "record": {}, "seed": cfg.seed}
+        state = batches.get_state()
+        del state["source_tokens"]  # to be counted up to the step
+        batches.set_state({**state, "step": step})
+        return {"data": batches.get_state(), "record": {}, "seed": cfg.seed}
     finally:
         batches.close()

@@ -27,11 +27,11 @@ from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
 from maxtext.data import DataError, storage
 from maxtext.data.documents import companion
-from maxtext.data.order import GlobalOrder
 from maxtext.data.preflight import read_tokens
 from maxtext.data.reader import Reader, RowRules, make_reader
+from maxtext.data.staged_order import make_order
 from maxtext.data.tokenizer import Tokenizer, load_tokenizer
-from maxtext.data.tokens import ResolvedData, cache_dir, resolve
+from maxtext.data.tokens import ResolvedData, resolve
 
 TEXT_SHOWN = 160
 
@@ -68,7 +68,7 @@ def inspect(cfg: Config, step: int, row: int | None = None) -> dict[str, Any]:
     B = cfg.train.global_batch
     if row is not None and not 0 <= row < B:
         raise DataError(f"--row {row}: the batch has rows 0 to {B - 1} (train.global_batch)")
-    order = GlobalOrder(data.n_instances, B, cfg.data.seed, data.fingerprint, cache_dir(cfg), data.chunk)
+    order = make_order(cfg, data)
     reader, rules = make_reader(data), RowRules.of(cfg.data, data.eos_id)
     path = data.tokenizer or cfg.eval.tokenizer
     tokenizer = None if path is None else load_tokenizer(path)

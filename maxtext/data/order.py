@@ -88,6 +88,15 @@ class GlobalOrder:
         blocks = np.asarray(self._order(self.epoch(step)))[places // self._chunk].astype(np.int64)
         return (blocks * self._chunk + places % self._chunk).astype(np.uint32)
 
+    def in_sequence(self, first: int, count: int) -> np.ndarray:
+        """Instances `first` to `first + count - 1`, from 0, of all epochs one after another, uint32, shape (count,)."""
+        assert self._chunk == 1
+        places, found = np.arange(first, first + count, dtype=np.int64), np.empty(count, np.uint32)
+        for epoch in range(first // self.n_instances, (first + count - 1) // self.n_instances + 1):
+            mine = places // self.n_instances == epoch
+            found[mine] = np.asarray(self._order(epoch + 1))[places[mine] % self.n_instances]
+        return found
+
     def prepare(self, step: int) -> None:
         """Works out or maps the order that `step` needs, before worker processes would all do so at the same time."""
         self._order(self.epoch(step))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,41 +17,35 @@ import numpy as np
 from maxtext.config.reason import placed
 from maxtext.config.schema import Config
 from maxtext.data import DataError
-from maxtext.data.batch import Batch, make_batch
-from maxtext.data.journal import Journal, data_step
-from maxtext.data.order import GlobalOrder
+from maxtext.data.batch import Batch
+from maxtext.data.global_batches import GlobalBatches
+from maxtext.data.journal import Journal, Jump, data_step
 from maxtext.data.reader import RowRules, Rows, StepSource, begin_worker, make_reader
 from maxtext.data.reference import loader_state
-from maxtext.data.tokens import ResolvedData, cache_dir
+from maxtext.data.source_tokens import SourceTokens
+from maxtext.data.staged_order import StagedOrder, changed_stages, make_order
+from maxtext.data.tokens import ResolvedData
 from maxtext.parallel.exchange import all_values
 
-STATE_VERSION = 1
 READ_THREADS = 4
 log = logging.getLogger("maxtext.data")
 
 
-class Batches(Iterator[Batch]):
-    """Global batches of the updates 1, 2, ... without end; epochs roll over.
+class Batches(GlobalBatches):
+    """Global batches of token files; epochs roll over.
 
-    Batch k is a pure function of the data, data.seed, k and the decisions of the journal. Made by `make_batches`.
-
-    Attributes:
-      last_wait_seconds: how long the last `__next__` waited for the reader.
+    Batch k is a pure function of the data, data.seed, k and the decisions of the journal.
     """
 
     def __init__(self, cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None,
                  journal: Journal | None = None):
-        self.journal = Journal() if journal is None else journal
-        self._cfg, self._resolved, self._sharding = cfg, resolved, sharding
-        self._shape = (cfg.train.global_batch, cfg.data.sequence_length)
-        self._order = GlobalOrder(resolved.n_instances, cfg.train.global_batch, cfg.data.seed, resolved.fingerprint,
-                                  cache_dir(cfg), resolved.chunk)
+        super().__init__(cfg, resolved, sharding, journal)
+        self._order = make_order(cfg, resolved)
         self._reader = make_reader(resolved)
-        self._rows = local_rows(sharding, self._shape)
         self._rules = RowRules.of(cfg.data, resolved.eos_id)
-        self._step = 0
+        self._counter = SourceTokens(resolved)
+        self._counts = self._counter.sum_of(())
         self._iterator: Any = None
-        self.last_wait_seconds = 0.0
 
     def __next__(self) -> Batch:
         begin = time.perf_counter()
@@ -61,10 +54,11 @@ class Batches(Iterator[Batch]):
         rows: Rows = next(self._iterator)
         self.last_wait_seconds = time.perf_counter() - begin
         # Here and not in a worker, so that nothing unchecked can reach a device and the error has one form.
-        rows, masked = self._without_bad(rows, self.instance_ids(self._step + 1)[self._rows])
+        ids = self.instance_ids(self._step + 1)
+        rows, masked = self._without_bad(rows, ids[self._rows])
+        self._counts = self._counts + self._counter.of(ids)
         self._step += 1
-        batch = make_batch(rows["tokens"], rows.get("real"), rows.get("segments"), rows.get("rejected"), masked)
-        return batch if self._sharding is None else jax.tree.map(self._to_global, batch)
+        return self._placed(rows, masked)
 
     def _without_bad(self, rows: Rows, ids: np.ndarray) -> tuple[Rows, np.ndarray | None]:
         """The rows with padding in place of bad instances, and which those are; None when all are good.
@@ -109,36 +103,28 @@ class Batches(Iterator[Batch]):
         self.journal.mask(instance, why)
         log.warning("instance %d is left out of the loss from update %d on: %s", instance, self._step + 1, why)
 
-    def abstract(self) -> Batch:
-        """The shapes, types and shardings of every batch, to compile from."""
-        return abstract_batch(self._cfg, self._sharding)
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """As `GlobalBatches.source_tokens`."""
+        return dict(zip(self._counter.names, self._counts.tolist(), strict=True))
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch, for JSON: the number of updates, and what they were counted in."""
-        return {"version": STATE_VERSION, "step": self._step, **self._identity(), **self.journal.state()}
+        """As `GlobalBatches.get_state`."""
+        stages = ({"stages": self._order.stages.up_to(self.data_step(self._step))}
+                  if isinstance(self._order, StagedOrder) else {})
+        return {**self._header(), **stages, "source_tokens": self.source_tokens}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues after the position of `state`, on any number of hosts, devices and workers.
-
-        Raises:
-          DataError: the state counts other data, another seed or another batch shape: step k would mean other text.
-        """
-        if state.get("version") != STATE_VERSION:
-            raise DataError(f"data position: version {state.get('version')}; this program reads {STATE_VERSION}")
-        keys = {"seed": "data.seed", "global_batch": "train.global_batch", "sequence_length": "data.sequence_length",
-                "n_instances": "the number of instances in the data", "fingerprint": "the data (fingerprint)"}
-        wrong = [f"{keys[key]} is {value} but was {state.get(key)}" for key, value in self._identity().items()
-                 if state.get(key) != value]
-        if wrong:
-            raise DataError(f"cannot continue at step {state.get('step')}: {'; '.join(wrong)}. Restore the old values, "
-                            "or start a new run with another run_name")
+        """As `GlobalBatches.set_state`."""
+        stages = self._order.stages if isinstance(self._order, StagedOrder) else None
+        wrong = self._check(state)
+        seen = data_step(int(state.get("step", 0)), [Jump(**jump) for jump in state.get("jumps", [])])
+        wrong += changed_stages(state.get("stages"), stages, seen)
+        self._take(state, wrong)
         self._close_iterator()
-        self.journal.add_state(state)
-        self._step = int(state["step"])
-
-    def data_step(self, update: int) -> int:
-        """Which batch of the data's order an update takes: its own number, unless batches were passed over."""
-        return data_step(update, self.journal.jumps)
+        told = state.get("source_tokens")
+        self._counts = (self._counter.sum_of(map(self.instance_ids, range(1, self._step + 1))) if told is None else
+                        np.array([told[name] for name in self._counter.names], np.int64))
 
     def instance_ids(self, step: int) -> np.ndarray:
         """Global instance ids of update `step` (from 1), uint32, shape (B,); needs no reading."""
@@ -149,7 +135,7 @@ class Batches(Iterator[Batch]):
         return self._order.epoch(self.data_step(step))
 
     def describe(self) -> dict[str, Any]:
-        """What a person should know of the data before the run, for the start table; JSON-able."""
+        """As `GlobalBatches.describe`."""
         data, T = self._resolved, self._shape[1]
         kept = [part.n_instances * T for part in data.parts] if data.packing is None else data.packing.summary["tokens"]
         sources: dict[str, dict[str, Any]] = {}
@@ -159,10 +145,15 @@ class Batches(Iterator[Batch]):
             row["instances"] += part.n_instances
             row["tokens"] += tokens
         short = sorted({part.path for part in data.parts if part.n_tokens < T}) if data.packing is None else []
-        total = data.n_instances
+        total, taken = data.n_instances, None
+        if isinstance(self._order, StagedOrder):
+            rows = self._order.rows(self._cfg.train.steps).tolist()
+            taken = dict(zip(self._cfg.data.sources, rows, strict=True))
         return {
-            "sources": {name: row | {"files": len(row["files"]), "share": row["tokens"] / sum(kept)}
-                        for name, row in sources.items()},
+            "sources": {name: row | {"files": len(row["files"]), "share": row["tokens"] / sum(kept) if taken is None
+                                     else taken[name] / sum(taken.values())} for name, row in sources.items()},
+            "passes": None if taken is None else {name: taken[name] / max(1, row["instances"])
+                                                  for name, row in sources.items()},
             "tokens_per_epoch": sum(kept), "reading": reading(data), "instances_per_epoch": total,
             "batches_per_epoch": self._order.batches_per_epoch,
             "instances_dropped_per_epoch": total - self._order.batches_per_epoch * self._shape[0],
@@ -181,12 +172,8 @@ class Batches(Iterator[Batch]):
                             self.data_step(self._step) - (epoch - 1) * self._order.batches_per_epoch, epoch)
 
     def close(self) -> None:
-        """Ends the reader's threads and processes."""
+        """As `GlobalBatches.close`."""
         self._close_iterator()
-
-    def _identity(self) -> dict[str, Any]:
-        return {"seed": self._cfg.data.seed, "global_batch": self._shape[0], "sequence_length": self._shape[1],
-                "n_instances": self._resolved.n_instances, "fingerprint": self._resolved.fingerprint}
 
     def _open(self, step: int) -> Any:
         """Grain's iterator from element `step` on."""
@@ -215,20 +202,6 @@ class Batches(Iterator[Batch]):
             self._iterator.close()
             self._iterator = None
 
-    def _to_global(self, local: np.ndarray) -> jax.Array:
-        """The global array, (B, T) or (B,), of which this process holds the rows self._rows."""
-        sharding = _sharding_of(self._sharding, local.ndim)
-        assert sharding is not None
-        if sharding.is_fully_addressable:
-            return jax.device_put(local, sharding)
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # devices of this process only
-            wanted = np.arange(self._shape[0])[index[0]]
-            return local[(np.searchsorted(self._rows, wanted), *index[1:])]
-
-        return jax.make_array_from_callback(self._shape[:local.ndim], sharding, shard)
-
 
 def reading(data: ResolvedData) -> dict[str, float]:
     """What an epoch makes of its tokens: `tokens` of the files (each pass), `trained` as targets, `dropped` (behind the
@@ -240,28 +213,8 @@ def reading(data: ResolvedData) -> dict[str, float]:
             "padding": 1 - kept / positions}
 
 
-def abstract_batch(cfg: Config, sharding: jax.sharding.NamedSharding | None) -> Batch:
-    """The shapes, types and shardings of every batch of a run, from its config alone."""
-    def shaped(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding_of(sharding, len(shape)))
-
-    rows, data = (cfg.train.global_batch,), cfg.data
-    shape = (*rows, data.sequence_length)
-    ids = shaped(shape, jnp.int32)
-    return Batch(ids, ids, shaped(shape, jnp.float32), ids if data.document_masking else None,
-                 shaped(rows, jnp.float32) if data.instance_filter.enabled else None,
-                 shaped(rows, jnp.int32) if data.packs_documents else None)
-
-
-def _sharding_of(sharding: jax.sharding.NamedSharding | None, rank: int) -> jax.sharding.NamedSharding | None:
-    """The placement of an array of the batch: rows over the same devices whatever their rank."""
-    if sharding is None or rank == 2:
-        return sharding
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:rank]))
-
-
 def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.NamedSharding | None = None,
-                 journal: Journal | None = None) -> Batches:
+                 journal: Journal | None = None) -> GlobalBatches:
     """The batches of a run.
 
     Args:
@@ -275,6 +228,10 @@ def make_batches(cfg: Config, resolved: ResolvedData, sharding: jax.sharding.Nam
       DataError: the batch does not divide over the sharding, or the processes of the job resolved different data.
     """
     _check_same_everywhere(resolved.fingerprint)
+    if cfg.data.stream.kind != "none":
+        from maxtext.data.stream import StreamBatches  # here, because few runs need it
+
+        return StreamBatches(cfg, resolved, sharding, journal)
     return Batches(cfg, resolved, sharding, journal)
 
 
@@ -289,30 +246,6 @@ def _check_same_everywhere(fingerprint: str) -> None:
         raise DataError(f"processes {', '.join(map(str, other))} resolved other data than process 0 (fingerprint): all "
                         "must see the same files; with data.packing best_fit on different CPUs write "
                         "data.packing_ties: stable, or let them share output_dir")
-
-
-def local_rows(sharding: jax.sharding.NamedSharding | None, shape: tuple[int, int]) -> np.ndarray:
-    """Rows of the global batch, ascending, that the devices of this process hold.
-
-    Raises:
-      DataError: B does not divide over the sharding.
-    """
-    if sharding is None:
-        return np.arange(shape[0])
-    try:
-        indices = sharding.addressable_devices_indices_map(shape)
-    except ValueError as error:
-        raise DataError(f"train.global_batch {shape[0]} does not divide over the mesh {dict(sharding.mesh.shape)} as "
-                        f"{sharding.spec}: {error}") from error
-    return rows_of((index for index in indices.values() if index is not None), shape[0])
-
-
-def rows_of(indices: Iterable[tuple[slice, ...]], n_rows: int) -> np.ndarray:
-    """The union, ascending, of the rows that device indices name."""
-    wanted = np.zeros(n_rows, bool)
-    for index in indices:
-        wanted[index[0]] = True
-    return np.flatnonzero(wanted)
 
 
 def fingerprint(batch: Batch) -> jax.Array:

@@ -24,6 +24,7 @@ from maxtext.data.mixture import MixtureSource, allot
 from maxtext.data.packing import PackedIndex, PackingPlan, pack
 from maxtext.data.preflight import FileReport, check_files, raise_problems, read_tokens
 from maxtext.data.sources import SourceFile, find_files
+from maxtext.data.stream_files import identity as stream_identity
 
 DOCUMENT_BLOCK_TOKENS = 1 << 20
 
@@ -91,6 +92,7 @@ def resolve(cfg: Config, training: bool = True) -> ResolvedData:
         instances than one batch, with the arithmetic.
     """
     prepared = None if cfg.data.prepared is None else load_prepared(cfg.data.prepared)
+    streamed, training = training and cfg.data.stream.kind != "none", training and cfg.data.stream.kind == "none"
     vocab_size, eos_id, pad_id = _identity(cfg, prepared)
     dtype = _dtype(cfg, prepared, vocab_size)
     files, eval_sets = find_files(cfg, prepared, training)
@@ -100,7 +102,7 @@ def resolve(cfg: Config, training: bool = True) -> ResolvedData:
     chunk = (cfg.data.max_target_sequence_length or cfg.data.sequence_length) // cfg.data.sequence_length
     parts = tuple(_parts(cfg, files, reports, chunk))
     packing = None
-    fingerprint = _fingerprint(parts, reports, cfg, dtype)
+    fingerprint = stream_identity(cfg) if streamed else _fingerprint(parts, reports, cfg, dtype)
     if cfg.data.packs_documents and training:
         packing = pack(_packing_plan(cfg.data, parts, dtype, eos_id), fingerprint, cache_dir(cfg))
         # What was packed with what counts too: it may depend on the machine (data.packing_ties).

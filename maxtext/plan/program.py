@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.config.schema import Config
-from maxtext.data.pipeline import abstract_batch
+from maxtext.data.global_batches import abstract_batch
 from maxtext.kernels.choice import KernelError
 from maxtext.parallel.compiler import compiler_options
 from maxtext.parallel.mesh import make_mesh

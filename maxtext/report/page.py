@@ -23,6 +23,7 @@ from maxtext.report.run_files import RunFiles
 from maxtext.report.tasks import task_charts, tasks_table
 
 _HERE = Path(__file__).parent
+TOKENS_OF = "data/tokens/"  # before the name of a source, in metrics.jsonl
 _AVERAGES = ("macro", "micro")
 _SAMPLES = 5  # of each prompt
 _SOURCE_TOKENS = "data/tokens/"
@@ -123,10 +124,13 @@ def _tiles(run: RunFiles) -> str:
             tiles.append((f"bits per byte, {name}", f"{values[-1]:.3f}", _change(values)))
     _, tokens = run.series("throughput/total tokens")
     if tokens:
-        tiles.append(("training tokens", short(tokens[-1]), f"{int(tokens[-1]):,}"))
+        tiles.append(("training tokens", short(tokens[-1]), _sources(run) or f"{int(tokens[-1]):,}"))
     _, rates = tokens_per_second(run)
     if rates:
         tiles.append(("tokens/s, median", short(statistics.median(rates)), "all devices"))
+    waited, spent = (run.series(name)[1] for name in ("throughput/device/data loading (s)", "time/step (s)"))
+    if waited and sum(spent):
+        tiles.append(("waited for data", f"{sum(waited) / sum(spent):.2%}", "of the time of updates"))
     timed = ("time/step (s)", "time/compile (s)", "time/checkpoint (s)", "time/samples (s)",
              "throughput/in-loop eval time (s)")
     seconds = sum(sum(run.series(name)[1]) for name in timed)
@@ -141,6 +145,14 @@ def _tiles(run: RunFiles) -> str:
     cells = (f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
              f"<span>{html.escape(detail)}</span></div>" for label, value, detail in tiles)
     return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _sources(run: RunFiles) -> str:
+    """The share of each source in the tokens so far; empty when there is but one."""
+    newest = next((record for record in reversed(run.records) if "throughput/total tokens" in record), {})
+    counts = {name.removeprefix(TOKENS_OF): float(newest[name]) for name in newest if name.startswith(TOKENS_OF)}
+    total = sum(counts.values())
+    return ", ".join(f"{name} {count / total:.1%}" for name, count in counts.items()) if len(counts) > 1 else ""
 
 
 def _held_out(run: RunFiles) -> str:

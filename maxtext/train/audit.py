@@ -21,10 +21,10 @@ from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.data.documents import document_bounds
 from maxtext.data.journal import Journal, data_step
-from maxtext.data.order import GlobalOrder
 from maxtext.data.preflight import read_tokens
 from maxtext.data.reader import Reader, make_reader
-from maxtext.data.tokens import ResolvedData, cache_dir, read_documents, resolve
+from maxtext.data.staged_order import make_order
+from maxtext.data.tokens import ResolvedData, read_documents, resolve
 from maxtext.report.run_files import read_metrics
 
 AHEAD = 64  # batches beyond the last update that a wrong one is also looked for in
@@ -63,8 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 def audit(cfg: Config, data: ResolvedData, logged: dict[int, int], journal: Journal) -> Findings:
     """Compares the fingerprints that updates logged with those of the batches that they should have seen."""
-    order = GlobalOrder(data.n_instances, cfg.train.global_batch, cfg.data.seed, data.fingerprint, cache_dir(cfg),
-                        data.chunk)
+    order = make_order(cfg, data)
     reader = make_reader(data)
     last = max(logged, default=0)
     expected: dict[int, set[int]] = {}

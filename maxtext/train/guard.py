@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from maxtext.checkpoint.manager import Checkpoints
 from maxtext.checkpoint.processes import from_process_0
 from maxtext.config.guards import GuardConfig
+from maxtext.data.global_batches import GlobalBatches
 from maxtext.data.journal import Journal, Jump
-from maxtext.data.pipeline import Batches
 
 WINDOW = 1000
 
@@ -81,7 +81,7 @@ class Guard:
       skips: so far; set from the checkpoint that the run goes on from.
     """
 
-    def __init__(self, cfg: GuardConfig, checkpoints: Checkpoints, batches: Batches) -> None:
+    def __init__(self, cfg: GuardConfig, checkpoints: Checkpoints, batches: GlobalBatches) -> None:
         self._cfg, self._checkpoints, self._batches = cfg, checkpoints, batches
         self.skips = Skips()
 

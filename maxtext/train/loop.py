@@ -205,6 +205,7 @@ class Unread(NamedTuple):
     step: int
     metrics: StepMetrics
     wait_seconds: float  # for its batch
+    source_tokens: dict[str, int]  # read up to here
     seconds: float | None  # that it took; None: it is still being computed
 
 
@@ -283,7 +284,7 @@ class Run:
             previous, seconds = unread, None
             if self.state.step.is_ready() and (previous is None or previous.seconds is not None):
                 seconds = self.clock.lap()  # a dispatch that computes, as on CPUs: what comes now is of the next update
-            unread = Unread(self.step, metrics, self.batches.last_wait_seconds, seconds)
+            unread = Unread(self.step, metrics, self.batches.last_wait_seconds, self.batches.source_tokens, seconds)
             if previous is not None:
                 self._write(previous.step, self._read(previous))
             stopped_by = votes.reason()
@@ -372,6 +373,7 @@ class Run:
                                 f"update {step}, or go back by removing the newest checkpoints in "
                                 f"{self.cfg.run_dir}/checkpoints.")
         record = step_record(self.cfg, step, values, seconds, unread.wait_seconds, self.mesh)
+        record |= {f"data/tokens/{name}": count for name, count in unread.source_tokens.items()}
         if router is None:
             return record
         self.loads.write(step, router["load"])

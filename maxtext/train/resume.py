@@ -14,8 +14,9 @@ from maxtext.config.schema import Config
 
 # A change of one of these would make the continuation another model or another data order.
 FIXED = ("model.", "data.", "seed", "train.global_batch", "optim.kind", "optim.moments_dtype", "optim.skip.window")
-# Where the data lies may change; the data position in the checkpoint knows the data itself by its fingerprint.
-MOVABLE = re.compile(r"data\.(prepared|sources\.[^.]+\.(paths|root|mix))")
+# Where the data lies may change; the data position in the checkpoint knows the data itself by its fingerprint. And so
+# may the weights of sources in stages to come: the position knows those up to it.
+MOVABLE = re.compile(r"data\.(prepared|mixture_steps|sources\.[^.]+\.(paths|root|mix|weights|max_repetition))")
 QUIET = ("data.prefetch", "data.workers", "data.bad_instances", "description", "output_dir", "run_name", "mesh.",
          "checkpoint.", "elastic.", "guard.", "watchdog.", "eval.", "generate.", "log.", "train.steps",
          "train.max_seconds", "train.remat.", "optim.offload", "train.loss_chunk_tokens",

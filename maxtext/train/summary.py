@@ -118,14 +118,18 @@ def optimizer_row(cfg: Config) -> str:
 
 
 def data_rows(description: Mapping[str, Any], sets: Collection[str]) -> Rows:
-    """Sources and epochs, from `Batches.describe()`, and the held-out sets."""
+    """Sources and epochs, from `GlobalBatches.describe()`, and the held-out sets."""
+    if "stream" in description:
+        return [("data", description["stream"]), ("held out", ", ".join(sets) or "none")]
     sources = ", ".join(
         f"{name} {source['share']:.1%} ({source['tokens']:,} tokens in {source['files']} files)"
         for name, source in description["sources"].items()
     )
-    read = description["reading"]
+    read, passes = description["reading"], description["passes"]
+    how_often = (f"{description['epochs']:.2f} epochs of {description['batches_per_epoch']:,} batches" if passes is None
+                 else "passes " + ", ".join(f"{name} {count:.2f}" for name, count in passes.items()))
     return [
-        ("data", f"{sources}; {description['epochs']:.2f} epochs of {description['batches_per_epoch']:,} batches"),
+        ("data", f"{sources}; {how_often}"),
         ("an epoch", f"{read['tokens']:,} tokens: {read['trained']:,} trained, {read['dropped']:,} dropped; "
                      f"{read['padding']:.1%} of positions are padding"),
         ("held out", ", ".join(sets) or "none"),

@@ -44,7 +44,7 @@ def test_loading_refuses_what_is_beyond_a_bound_of_the_page():
             if found := re.search(rf"{bound} (-?[\d.]+)", kind):
                 number = float(found[1]) + beyond
                 text = f"{number:.0f}" if number.is_integer() else str(number)
-                value = f"[{text}, {text}]" if kind.startswith("[") else text
+                value = {"[": f"[{text}, {text}]", "l": f"[{text}]"}.get(kind[0], text)  # a pair, a list of any length
                 with pytest.raises(ConfigError, match=rf"{re.escape(key)}.*out of range; it must be {bound}"):
                     load("quickstart", [f"{key}={value}"])
                 tried += 1

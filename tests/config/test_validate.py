@@ -17,6 +17,7 @@ from maxtext.config.schema import (
     OptimConfig,
     SkipConfig,
     SourceConfig,
+    StreamConfig,
     TrainConfig,
 )
 from maxtext.config.validate import ConfigError, mesh_problems, problems, resolve_mesh
@@ -46,6 +47,7 @@ def test_the_base_of_these_tests_is_valid():
 
 
 WINDOWS = {"model__layer_pattern": ("window", "full"), "model__window": 4}
+STREAM = StreamConfig("hf", ("p.jsonl",), tokenizer="t.json")
 WSD = {"schedule__kind": "wsd", "schedule__decay_steps": 10}
 MOE = {"model__d_ff": None, "model__moe__experts": 8, "model__moe__d_expert": 16}
 GROUPS = {**MOE, "model__moe__groups": 4, "model__moe__group_top_k": 2}
@@ -204,6 +206,34 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
      "data.sources.a.max_repetition 2.0 bounds a ratio, but data.sources.a.ratio is null"),
     ({"data__sources": {"a": SourceConfig(("p",), ratio=1.0)}, "data__mixture_tokens": 9, "data__packing": "best_fit"},
      "data.packing", "data.packing best_fit packs whole files, but a ratio"),
+    ({"data__sources": {"a": SourceConfig(("p",), weights=(0.5,)), "b": SourceConfig(("q",))}},
+     "data.sources.b.weights", "data.sources.b.weights has 0 values, but data.mixture_steps has 1 stages"),
+    ({"data__sources": {"a": SourceConfig(("p",), weights=(1.0, 0.5)), "b": SourceConfig(("q",), weights=(0.0, 0.4))},
+      "data__mixture_steps": (1, 5)}, "data.sources", "the weights from update 5 on, 0.5 + 0.4 = 0.9, are not 1"),
+    ({"data__sources": {"a": SourceConfig(("p",), weights=(1.0, 1.0))}, "data__mixture_steps": (1, 1)},
+     "data.mixture_steps", "data.mixture_steps [1, 1] must begin with 1 and ascend"),
+    ({"data__sources": {"a": SourceConfig(("p",), weights=(1.0,))}, "data__mixture_steps": (2,)},
+     "data.mixture_steps", "data.mixture_steps [2] must begin with 1 and ascend"),
+    ({"data__mixture_steps": (1, 5)}, "data.mixture_steps", "begin stages of weights, but no source gives weights"),
+    ({"data__sources": {"a": SourceConfig(("p",), weights=(1.0,), repeat=2.0)}}, "data.sources.a.repeat",
+     "data.sources.a.repeat 2.0 and data.sources.a.weights both say"),
+    ({"data__sources": {"a": SourceConfig(("p",), weights=(1.0,), max_source_fraction=0.5)}},
+     "data.sources.a.max_source_fraction", "max_source_fraction 0.5 bounds a ratio"),
+    ({"data__sources": {"a": SourceConfig(("p",), weights=(1.0,))}, "data__packing": "padded"}, "data.packing",
+     "data.packing padded packs documents of several files, but weights take instances of one source"),
+    ({"data__sources": {"a": SourceConfig(("p",), weights=(1.0,))}, "data__max_target_sequence_length": 16},
+     "data.max_target_sequence_length", "keeps blocks of instances together, but weights take single ones"),
+    ({"data__stream": StreamConfig(tail="pad")}, "data.stream.tail",
+     "data.stream.tail is set, but data.stream.kind is none"),
+    ({"data__sources": {}, "data__stream": StreamConfig("hf", tokenizer="t")}, "data.stream.paths",
+     "data.stream.kind hf reads no file"),
+    ({"data__sources": {}, "data__stream": StreamConfig("ray", ("p",))}, "data.stream.tokenizer",
+     "no tokenizer: give data.stream.tokenizer"),
+    ({"data__stream": STREAM}, "data.sources", "data.sources and data.stream.kind hf both say what is trained on"),
+    ({"data__sources": {}, "data__stream": STREAM, "data__packing": "best_fit"}, "data.packing",
+     "data.packing best_fit must know all documents, but a stream is read once, in order; write chunk or padded"),
+    ({"data__sources": {}, "data__stream": STREAM, "data__workers": 2}, "data.workers",
+     "data.workers 2: these are of token files, but data.stream.kind is hf"),
     ({"data__packing_seed": 123}, "data.packing_seed", "123 is read by data.packing best_fit, first_fit or padded"),
     ({"data__packing_group": 2}, "data.packing_group", "2 is read by data.packing best_fit or first_fit only"),
     ({"data__packing_ties": "stable"}, "data.packing_ties", "is read by data.packing best_fit only"),
@@ -288,6 +318,10 @@ def test_a_broken_rule_is_one_problem_that_names_keys_and_numbers(change, key, m
     {"data__sources": {"b": SourceConfig(paths=("p",), root="r")}},
     {"data__sources": {"a": SourceConfig(("p",), ratio=0.7), "b": SourceConfig(("q",), ratio=0.1 + 0.2)},
      "data__mixture_tokens": 9, "data__max_target_sequence_length": 16},
+    {"data__sources": {"a": SourceConfig(("p",), weights=(0.7, 0.0), max_repetition=3.0),
+                       "b": SourceConfig(("q",), weights=(0.1 + 0.2, 1.0))}, "data__mixture_steps": (1, 50)},
+    {"data__sources": {}, "data__stream": STREAM},
+    {"data__sources": {}, "data__stream": STREAM, "data__packing": "padded"},
     {"data__packing": "best_fit", "data__packing_seed": 123, "data__document_boundaries": "csv",
      "data__sources": {"a": SourceConfig(("p",), repeat=2)}, "data__document_masking": True},
     {"data__instance_filter__max_period": 1, "data__instance_filter__enabled": True},

@@ -94,6 +94,7 @@ def test_training_goes_on_as_it_did_there(continued, expected):
         restored = checkpoints.restore(abstract_state(cfg, mesh))
         state, step_fn = restored.state, compile_train_step(cfg)
         assert (restored.step, int(state.step), int(state.optimizer.count), int(state.optimizer.n_recorded)) == (3,) * 4
+        assert sum(restored.extra["data"]["source_tokens"].values()) == 3 * cfg.batch_tokens
         placement = sharding(mesh, "batch", None)
         for step in range(3, 6):
             tokens = expected["tokens"][step]

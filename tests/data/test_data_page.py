@@ -12,6 +12,7 @@ from tests.materials import imported
 from tests.page_commands import ROOT, mentioned, shown
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
+STREAMS = [line for line in shown(PAGE) if " train " in line]
 SOURCES = [line for line in shown(PAGE) if " data prepare " in line]
 
 
@@ -72,18 +73,45 @@ def test_each_source_gives_the_20_documents(tmp_path, monkeypatch, line):
     assert manifest["dropped"]["bad"] == ("--max-bad" in line)
 
 
+def write_config(folder):
+    config = folder / "run.yml"
+    config.write_text(f"model: {{vocab_size: 300, d_model: 8, n_layers: 1, n_heads: 1, d_ff: 8}}\n"
+                      f"data: {{prepared: {folder / 'out' / 'jsonl'}, sequence_length: 64}}\noptim: {{lr: 0.001}}\n"
+                      f"train: {{steps: 5, global_batch: 8}}\noutput_dir: {folder}\n")
+    return config
+
+
 def test_looking_at_it(tmp_path, capsys):
     text, out = tmp_path / "text", tmp_path / "out"
     write(text, SOURCES[1])
     (text / "quiz.jsonl").write_bytes(jsonl(TEXTS[-2:]))
-    config = tmp_path / "run.yml"
-    config.write_text(f"model: {{vocab_size: 300, d_model: 8, n_layers: 1, n_heads: 1, d_ff: 8}}\n"
-                      f"data: {{prepared: {out / 'jsonl'}, sequence_length: 64}}\noptim: {{lr: 0.001}}\n"
-                      f"train: {{steps: 5, global_batch: 4}}\noutput_dir: {tmp_path}\n")
-    lines = [SOURCES[1] + " --heldout-fraction web=0", *(line for line in shown(PAGE) if line not in SOURCES)]
+    config = write_config(tmp_path)
+    lines = [SOURCES[1] + " --heldout-fraction web=0", *(line for line in shown(PAGE) if line not in SOURCES + STREAMS)]
     assert len(lines) == 5
     for line in lines:
         for name, path in (("$CONFIG", config), ("$TEXT", text), ("$OUT", out)):
             line = line.replace(name, str(path))
         assert cli.main(shlex.split(line)[1:]) == 0
     assert "quiz: 2 of 2 documents with 13-grams" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", STREAMS, ids=lambda line: line.split("kind=")[1].split()[0])
+def test_a_stream_trains_stops_and_goes_on(tmp_path, capsys, line):
+    imported(line.split("kind=")[1].split()[0].replace("hf", "datasets"))
+    text = tmp_path / "text"
+    write(text, SOURCES[1])
+    prepared = SOURCES[1].replace("$TEXT", str(text)).replace("$OUT", str(tmp_path / "out"))
+    assert cli.main([*shlex.split(prepared)[1:], "--heldout-fraction", "web=0"]) == 0
+    words = shlex.split(line.replace("$CONFIG", str(write_config(tmp_path))).replace("$TEXT", str(text)))[1:]
+    run = tmp_path / words[words.index("train") + 2].removeprefix("run_name=")
+    quiet = ["log.tensorboard=false", "log.report=false"]
+    assert cli.main([*words, *quiet, "train.steps=3", "schedule.total_steps=5"]) == 0
+    assert cli.main([*words, *quiet, "schedule.total_steps=5"]) == 0
+    told = capsys.readouterr().out
+    assert "files in order, not shuffled; resumes exactly" in " ".join(told.split())
+    assert "resuming" in told
+    records = [json.loads(record) for record in (run / "metrics.jsonl").read_text().splitlines()]
+    size = sum(len(text.encode()) + 1 for text in TEXTS)  # three batches of 512, a padded one, and the next pass
+    assert [record["data/tokens/stream"] for record in records[1:]] == [512, 1024, 1536, size, size + 512]
+    assert cli.main(["data", "inspect", str(run / "config.yml"), "--step", "1"]) == 2
+    assert "a stream is read once, in order" in capsys.readouterr().err

@@ -8,19 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from maxtext.data.order import GlobalOrder
-from maxtext.data.pipeline import rows_of
 from maxtext.data.reader import RowRules, StepSource, make_reader
-from maxtext.data.tokens import cache_dir, resolve
+from maxtext.data.staged_order import make_order
+from maxtext.data.tokens import resolve
+from tests.data.batches import hosts_rows
 from tests.runs import ROOT
 
 T, EOS = 16, 0
-
-
-def hosts_rows(batch: int, hosts: int) -> list[np.ndarray]:
-    """The rows of each host, as a mesh whose devices share the rows gives them."""
-    per = batch // hosts
-    return [rows_of([(slice(host * per, (host + 1) * per), slice(None))], batch) for host in range(hosts)]
 
 
 def read(cfg, hosts: int, steps) -> dict[int, np.ndarray]:
@@ -28,8 +22,7 @@ def read(cfg, hosts: int, steps) -> dict[int, np.ndarray]:
     parts = []
     for rows in hosts_rows(cfg.train.global_batch, hosts):
         data = resolve(cfg)  # each host finds the files for itself
-        order = GlobalOrder(data.n_instances, cfg.train.global_batch, cfg.data.seed, data.fingerprint, cache_dir(cfg),
-                            data.chunk)
+        order = make_order(cfg, data)
         source = StepSource(order, make_reader(data), rows, RowRules.of(cfg.data, data.eos_id))
         parts.append({step: source[step - 1]["tokens"] for step in steps})
     return {step: np.concatenate([part[step] for part in parts]) for step in steps}

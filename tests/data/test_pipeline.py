@@ -1,5 +1,6 @@
 """The iterator: the same batches on any hosts, devices, workers and after any restart; checks; fingerprints."""
 
+import gc
 import json
 import socket
 import subprocess
@@ -15,9 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxtext.config.schema import InstanceFilterConfig
 from maxtext.data import DataError
 from maxtext.data.batch import make_batch
-from maxtext.data.pipeline import fingerprint, fingerprint_numpy, local_rows, make_batches, rows_of
+from maxtext.data.global_batches import local_rows, rows_of
+from maxtext.data.pipeline import fingerprint, fingerprint_numpy, make_batches
 from maxtext.data.reader import RowRules, StepSource
 from maxtext.data.tokens import resolve
+from maxtext.train.console import host_memory_gib
 
 ORACLE = Path(__file__).resolve().parents[1] / "oracles" / "data_loader"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
@@ -183,7 +186,8 @@ def test_resuming_continues_exactly(open_batches, done):
     second.set_state(state)
     rest = take(second, len(straight) - done)
     assert all(np.array_equal(a, b) for a, b in zip(rest, straight[done:], strict=True))
-    assert second.get_state() == first.get_state() | {"step": len(straight)}
+    assert second.get_state() == first.get_state() | {"step": len(straight),
+                                                      "source_tokens": {"x": 8 * 16 * len(straight)}}
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 0), (0, 1), (0, 7), (2, 4)])
@@ -282,6 +286,21 @@ def test_waiting_time_is_measured(open_batches, monkeypatch):
     monkeypatch.setattr(batches._reader, "read", slow)
     next(batches)
     assert 0.2 <= batches.last_wait_seconds < 2
+
+
+def test_memory_is_flat_over_2000_batches(make_config, write_tokens):
+    """Of 48 kB each: to keep even one array of every batch would be a third of what the process has."""
+    paths = [write_tokens(f"{i}.npy", np.random.default_rng(i).integers(2, 1000, 1 << 18)) for i in range(2)]
+    cfg = make_config({"x": paths}, batch=16, sequence_length=256)
+    batches = make_batches(cfg, resolve(cfg))
+    sizes = []
+    for step in range(2001):
+        next(batches)
+        if step % 200 == 0:
+            gc.collect()
+            sizes.append(host_memory_gib())
+    batches.close()
+    assert max(sizes[1:]) < 1.05 * sizes[1], sizes
 
 
 def test_describe_adds_up_and_is_json(open_batches, files):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from maxtext.checkpoint.manager import Checkpoints
 from maxtext.config.schema import Config
 from maxtext.report.metric_names import matching
 from maxtext.train import loop
@@ -21,7 +22,7 @@ EVERY_UPDATE = {
     "train/masked instances (%)", "optim/total grad norm", "optim/LR (group 0)", "optim/LR (group 1)",
     "optim/step skipped", "throughput/device/TPS", "throughput/device/data loading (s)",
     "throughput/device/data loading (%)", "throughput/total tokens", "data/fingerprint", "time/step (s)",
-    "time/unix (s)", "memory/host (GiB)"}
+    "time/unix (s)", "memory/host (GiB)", "data/tokens/code", "data/tokens/prose"}
 EVALUATION = {f"eval/lm/{name}/{kind}" for name in ("code", "prose", "macro", "micro")
               for kind in ("CE loss", "PPL", "BPB")}
 EVALUATION |= {"eval/lm/code/tokens", "eval/lm/prose/tokens", "throughput/in-loop eval time (s)", "time/eval (s)"}
@@ -58,6 +59,7 @@ def test_tokens_and_seconds_add_up(runs: Runs, monkeypatch: pytest.MonkeyPatch, 
         extra = EVALUATION | {"time/checkpoint (s)"} if step % 10 == 0 else START if step == 1 else set()
         assert set(record) == EVERY_UPDATE | extra, step
         assert record["throughput/total tokens"] == step * 8 * 32
+        assert record["data/tokens/code"] + record["data/tokens/prose"] == step * 8 * 32
         assert record["throughput/device/TPS"] * 2 * record["time/step (s)"] == pytest.approx(8 * 32)
         assert record["train/PPL"] == pytest.approx(math.exp(record["train/CE loss"]))
         assert record["train/Z loss"] == pytest.approx(record["train/Z loss unscaled"] * cfg.train.z_loss)
@@ -70,6 +72,12 @@ def test_tokens_and_seconds_add_up(runs: Runs, monkeypatch: pytest.MonkeyPatch, 
         assert {name: matching(name) for name in record if len(matching(name)) != 1} == {}
     with open(f"{cfg.run_dir}/metrics.csv", newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(41))
+    assert min(updates[-1][f"data/tokens/{name}"] for name in ("code", "prose")) > 0
+    checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", cfg.checkpoint, writer=False)
+    for step in (10, 40):  # the manifest of a checkpoint has them, without reading its arrays
+        told = checkpoints.read_extra(step)["data"]["source_tokens"]
+        assert told == {name: updates[step - 1][f"data/tokens/{name}"] for name in ("code", "prose")}
+    checkpoints.close()
 
     seconds = {part: sum(record.get(f"time/{part} (s)", 0.0) for record in [first, *updates])
                for part in ("step", "start", "compile", "eval", "checkpoint")}

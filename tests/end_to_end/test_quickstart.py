@@ -28,6 +28,9 @@ def test_held_out_bits_per_byte_fall_by_two_fifths_in_both_domains(tmp_path: Pat
     folder = tmp_path / "quickstart"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(601))
+    waited, spent = (sum(record[metric] for record in records[1:])
+                     for metric in ("throughput/device/data loading (s)", "time/step (s)"))
+    assert waited < 0.01 * spent, "waiting for data is less than 1% of the steps"
     for name in ("code", "prose"):
         curve = [record[f"eval/lm/{name}/BPB"] for record in records if f"eval/lm/{name}/BPB" in record]
         assert len(curve) == 2  # evaluated at both ends alone, to save a minute

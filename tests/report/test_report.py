@@ -110,6 +110,14 @@ def test_samples_of_a_few_steps_stand_in_the_page(tmp_path):
                      for prompt in ("a&amp;", "b") for step in (0, 15, 30, 45, 60)]
 
 
+def test_sources_and_the_wait_for_data_stand_in_the_tiles(tmp_path):
+    records = [record(step, **{"data/tokens/web": 1536 * step, "data/tokens/code": 512 * step,
+                               "throughput/device/data loading (s)": 0.004}) for step in range(1, 61)]
+    page = Page(write_report(make_run(tmp_path / "run", records))[0])
+    assert "training tokens 123k web 75.0%, code 25.0%" in page.words
+    assert "waited for data 0.80% of the time of updates" in page.words
+
+
 def test_the_page_loads_nothing(tmp_path):
     page = Page(write_report(make_run(tmp_path / "run", [record(step) for step in range(61)]))[0])
     assert not re.search(r"""(src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/)|\bfetch\(|import\(""", page.source)

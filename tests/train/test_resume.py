@@ -76,6 +76,7 @@ def test_what_changes_no_number_is_free(runs: Runs, override: str):
     ("optim.lr=1e-3", "optim.lr changes from 0.01 to 0.001 after update 20"),
     ("data.sources.code.root=/mnt", "data.sources.code.root changes from '' to '/mnt' after update 20"),
     ("data.sources.code.paths=[b]", "data.sources.code.paths changes from ('a',) to ('b',) after update 20"),
+    ("data.sources.code.weights=[1.0]", "data.sources.code.weights changes from () to (1.0,) after update 20"),
     ("train.compute_dtype=bfloat16", "train.compute_dtype changes from 'float32' to 'bfloat16' after update 20"),
     ("schedule.warmup_steps=5", "schedule.warmup_steps changes from 10 to 5 after update 20"),
     ("schedule.kind=half_cosine", "schedule.kind changes from 'cosine' to 'half_cosine' after update 20"),
