@@ -21,12 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-BEGIN, END = "<!-- checkpoint: written by python benchmarks/checkpoint.py -->", "<!-- checkpoint: end -->"
+from benchmarks.measured_page import RELIABILITY, marks, write_page
+
 DEVICES, CHUNK = 4, 1 << 24
-EVERY, SNAPSHOT_EVERY = "checkpoint.every", "checkpoint.snapshot_every"
 
 
 def make_state(gb: float) -> dict[str, dict[str, Any]]:
@@ -171,9 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{jax.__version__}:\n\n{table(found)}")
     print(text)
     if options.write:
-        page = ROOT / "docs" / "reliability.md"
-        before, _, rest = page.read_text().partition(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+        write_page(RELIABILITY, marks("checkpoint", "checkpoint.py"), text)
     return 0
 
 

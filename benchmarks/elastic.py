@@ -1,8 +1,9 @@
 """Drills of elastic training: a job on this machine whose workers are killed, stopped and come back, with its journal.
 
-    python benchmarks/elastic.py CONFIG --workers 4 --devices-per-worker 2 --trials 20 [key=value ...]
+    python benchmarks/elastic.py [CONFIG] [--workers 4] [--devices-per-worker 2] [--trials 16] [--write] [key=value ...]
 
-prints what each fault cost. The functions are those that the tests and the fault campaign use.
+prints what each death of a worker cost; without a config, of a model of 0.92M parameters on random tokens. `--write`
+puts the table into docs/reliability.md. The functions are those that the tests and the fault campaign use.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+MODEL = ("model.d_model=128", "model.d_ff=384", "model.n_layers=4", "mesh.data=-1", "mesh.fsdp=1",
+         "train.steps=1000000", "schedule.total_steps=1000000")  # without a config
 
 
 @dataclasses.dataclass
@@ -195,30 +201,67 @@ def wait_until_whole(one: Job, workers: int, seconds: float = 180.0) -> None:
     one.wait_for(whole, seconds, "whole group")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--devices-per-worker", type=int, default=2)
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    args = parser.parse_intermixed_args()
-    chance, recoveries = random.Random(args.seed), list[Recovery]()
-    overrides = [*args.overrides, "elastic.regroups_per_hour=1000", "log.report=false", "log.tensorboard=false"]
-    with job(args.config, args.run_dir, args.workers, args.devices_per_worker, overrides) as one:
-        for trial in range(args.trials):
-            wait_until_whole(one, args.workers)
+ROWS = {"noticed": "SIGKILL, until the supervisor knows",
+        "regrouped": "SIGKILL, until all that are left have the state",
+        "compiled": "step compiled, from the cache",
+        "resumed": "SIGKILL, until the next update is done",
+        "lost": "updates done again, with a snapshot every 10"}
+
+
+def table(recoveries: Sequence[Recovery]) -> str:
+    """Markdown of the median and the worst of each part."""
+    rows = [("seconds", "median", "worst"), ("---",) * 3]
+    for name, what in ROWS.items():
+        values = sorted(getattr(one, name) for one in recoveries)
+        kind = ".0f" if name == "lost" else ".2f"
+        rows.append((what, f"{statistics.median(values):{kind}}", f"{values[-1]:{kind}}"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def measure(config: Path, run_dir: Path, workers: int, devices: int, trials: int, seed: int,
+            overrides: Sequence[str]) -> tuple[list[Recovery], int]:
+    """Kills one worker again and again; the recoveries, and how many workers died that were not killed."""
+    chance, recoveries = random.Random(seed), list[Recovery]()
+    with job(config, run_dir, workers, devices, overrides) as one:
+        for trial in range(trials):
+            wait_until_whole(one, workers)
             one.wait_for_step(one.step() + chance.randint(3, 12))
             worker = chance.choice(one.members()) if trial % 4 else one.members()[0]
             recoveries.append(kill_and_recover(one, [worker]))
             print(f"trial {trial}: worker {worker} killed: {recoveries[-1]}", flush=True)
         one.supervisor.send_signal(signal.SIGTERM)
-        print("exit code", one.end())
-    for name in ("noticed", "regrouped", "compiled", "resumed", "lost"):
-        values = sorted(getattr(one, name) for one in recoveries)
-        print(f"{name:>10}: p50 {statistics.median(values):.3f}  p99 {values[-(-99 * len(values) // 100) - 1]:.3f}")
+        assert one.end() == 0, one.tail()
+        return recoveries, len(one.events("death")) - trials
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("config", nargs="?", help="a YAML; without, a small model on random tokens")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--devices-per-worker", type=int, default=2)
+    parser.add_argument("--trials", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reliability.md")
+    args = parser.parse_intermixed_args()
+    overrides = [*args.overrides, "elastic.regroups_per_hour=1000", "log.report=false", "log.tensorboard=false"]
+    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
+        config = args.config
+        if config is None or "=" in config:
+            from benchmarks.fault_ground import write_config
+
+            overrides = [*MODEL, *([config] if config else []), *overrides]
+            config = write_config(Path(folder))
+        found, others = measure(config, Path(folder) / "runs" / "drill", args.workers, args.devices_per_worker,
+                                args.trials, args.seed, overrides)
+    text = (f"{args.trials} kills of one worker, every fourth of rank 0; {args.workers} workers with "
+            f"{args.devices_per_worker} virtual devices each, jax {version('jax')}, {os.cpu_count()} CPU cores; "
+            f"{others or 'no'} other worker died.\n\n{table(found)}")
+    print(text)
+    if args.write:
+        from benchmarks.measured_page import RELIABILITY, marks, write_page
+
+        write_page(RELIABILITY, marks("recoveries", "elastic.py"), text)
 
 
 if __name__ == "__main__":

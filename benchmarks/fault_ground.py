@@ -53,19 +53,24 @@ class Ended:
     seconds: float
 
 
+def write_config(folder: Path) -> Path:
+    """Random tokens, and the config of small runs on them; returns the config's path."""
+    import numpy as np
+
+    tokens = np.random.default_rng(0).integers(3, 200, INSTANCES * 32).astype(np.uint8)
+    tokens[::29] = 1
+    tokens.tofile(folder / "tokens.npy")
+    path = folder / "run.yml"
+    path.write_text(CONFIG.format(tokens=folder / "tokens.npy", steps=STEPS, devices=DEVICES, every=EVERY,
+                                  folder=folder))
+    return path
+
+
 class Ground:
     """Where trials are run: data, undisturbed runs to compare with, and processes that start fast."""
 
     def __init__(self, folder: Path, without: Sequence[str] = ()) -> None:
-        import numpy as np
-
-        self.folder, self.without = folder, list(without)
-        tokens = np.random.default_rng(0).integers(3, 200, INSTANCES * 32).astype(np.uint8)
-        tokens[::29] = 1
-        tokens.tofile(folder / "tokens.npy")
-        self.yaml = folder / "run.yml"
-        self.yaml.write_text(CONFIG.format(tokens=folder / "tokens.npy", steps=STEPS, devices=DEVICES, every=EVERY,
-                                           folder=folder))
+        self.folder, self.without, self.yaml = folder, list(without), write_config(folder)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["benchmarks.fault_injection"])

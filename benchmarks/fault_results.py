@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fault_ground import Row, Trial
+from benchmarks.measured_page import RELIABILITY, marks
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, KEPT = DOCS / "reliability.md", DOCS / "faults.json"
-BEGIN, END = "<!-- faults: written by python benchmarks/faults.py -->", "<!-- faults: end -->"
+KEPT = RELIABILITY.with_name("faults.json")
+MARKS = marks("faults", "faults.py")
 COLUMNS = ("row", "fault", "trials", "passed", "to the next update, p50 s", "p99 s", "updates done again, at most")
 
 
@@ -85,10 +85,3 @@ def table(kept: Mapping[str, Any], rows: Sequence[Row]) -> str:
     head = (f"Seed {kept['seed']}, {kept['date']}, Python {kept['python']}, jax {kept['jax']}: {passed:,} of "
             f"{trials:,} trials passed.")
     return head + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write_page(page: Path, written: str) -> None:
-    """Puts the table between the marks of a page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fault_ground import Row, Trial
-from benchmarks.fault_results import BEGIN, END, Results, table, write_page
+from benchmarks.fault_results import MARKS, Results, table
+from benchmarks.measured_page import write_page
 from tests.runs import ROOT, environment
 
 FAULTS = ROOT / "benchmarks" / "faults.py"
@@ -73,8 +74,8 @@ def test_the_table_adds_up_what_was_measured(tmp_path: Path):
     kept = {"seed": 7, "python": "3.11", "jax": "1", "date": "2026-01-02",
             "rows": {"kill": {"0": ONE_RUN, "1": ONE_RUN | {"passed": 10, "recoveries": [2.0], "lost": 2}}}}
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_page(page, table(kept, ROWS))
+    page.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    write_page(page, MARKS, table(kept, ROWS))
     lines = page.read_text().splitlines()
     assert lines[3] == "Seed 7, 2026-01-02, Python 3.11, jax 1: 19 of 20 trials passed."
     assert lines[7] == "| kill | SIGKILL | 20 | 19 | 2.0 | 3.0 | 4 |"
