@@ -85,6 +85,7 @@ def measure(gb: float, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds of each part by round, and `bytes`, the size of what is saved."""
     import jax
 
+    from maxtext.checkpoint import manifest
     from maxtext.checkpoint.manager import Checkpoints
     from maxtext.checkpoint.tiers import Snapshots, memory_folder
     from maxtext.config.schema import CheckpointConfig
@@ -92,17 +93,25 @@ def measure(gb: float, rounds: int, folder: Path) -> dict[str, list[float]]:
     state = make_state(gb)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     found: dict[str, list[float]] = {
-        name: [] for name in ("save", "held", "copy", "read", "restore", "snapshot", "sealed")}
+        name: [] for name in ("save", "tidied", "held", "copy", "read", "restore", "snapshot", "sealed")}
     checkpoints = Checkpoints(str(folder / "checkpoints"), CheckpointConfig(keep_last=1))
     memory = tempfile.mkdtemp(prefix="checkpoint-benchmark-", dir=memory_folder())
     snapshots = Snapshots(memory, 0, "benchmark", 0, None, print)
+    commit, committed = manifest.commit, [0.0]
+
+    def noted(step_dir: str, token: int) -> None:
+        commit(step_dir, token)
+        committed[0] = time.perf_counter()
+
+    manifest.commit = noted
     try:
         for turn in range(rounds + 1):  # the first compiles and imports, and does not count
             began = time.perf_counter()
             checkpoints.save(turn, state, {})
             found["held"].append(time.perf_counter() - began)
             checkpoints.wait()
-            found["save"].append(time.perf_counter() - began)
+            found["save"].append(committed[0] - began)
+            found["tidied"].append(time.perf_counter() - began)
             step_dir = folder / "checkpoints" / f"step_{turn:08d}"
             found["bytes"] = [drop(step_dir)]
             found["copy"].append(timed(lambda step_dir=step_dir: copy_plainly(step_dir, folder / "copy")))
@@ -118,6 +127,7 @@ def measure(gb: float, rounds: int, folder: Path) -> dict[str, list[float]]:
             assert snapshots.wait()
             found["sealed"].append(time.perf_counter() - began)
     finally:
+        manifest.commit = commit
         checkpoints.close()
         shutil.rmtree(memory)
     return {name: values[1:] if len(values) > 1 else values for name, values in found.items()}
@@ -139,8 +149,8 @@ def table(found: dict[str, list[float]]) -> str:
 
     rows = [("", "seconds", "GB/s", ""), ("---",) * 4,
             ("plain copy", *rate("copy"), ""),
-            ("save: written, hashed, read back before the old one is deleted, committed", *rate("save"),
-             share("copy", "save")),
+            ("save: written, hashed, committed", *rate("save"), share("copy", "save")),
+            ("until it has been read back and the old one is deleted", f"{of['tidied']:.2f}", "", ""),
             ("of that the caller waits", f"{of['held']:.3f}", "",
              f"{of['held'] / cfg.every:.4%} of updates of 1 s, one save in {cfg.every:,}"),
             ("restore: hashed, read, fingerprints compared", *rate("restore"), share("copy", "restore")),

@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 DEVICES, STEPS, EVERY, INSTANCES = 4, 24, 4, 600
+HANG_SECONDS = 240.0  # seconds after which a process hangs, also on a loaded machine
 CONFIG = """\
 model: {{vocab_size: 256, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 64, layer_pattern: [window, full], window: 8}}
 data: {{vocab_size: 200, eos_id: 1, pad_id: 2, sequence_length: 32, sources: {{all: {{paths: [{tokens}]}}}}}}
@@ -109,7 +110,7 @@ class Ground:
             process.kill()
             process.join()
 
-    def end(self, process: Any, name: str, seconds: float = 90.0) -> Ended:
+    def end(self, process: Any, name: str, seconds: float = HANG_SECONDS) -> Ended:
         """Waits for a process; Failed when it hangs."""
         began = time.monotonic()
         process.join(seconds)
@@ -121,10 +122,10 @@ class Ground:
         return Ended(process.exitcode, log, time.monotonic() - began)
 
     def train(self, name: str, *overrides: str, faults: Iterable[Any] = (), guarded: bool = False,
-              seconds: float = 90.0, devices: int = DEVICES) -> Ended:
+              seconds: float = HANG_SECONDS, devices: int = DEVICES) -> Ended:
         return self.end(self.start(name, *overrides, faults=faults, guarded=guarded, devices=devices), name, seconds)
 
-    def finish(self, name: str, *overrides: str, seconds: float = 90.0, devices: int = DEVICES) -> None:
+    def finish(self, name: str, *overrides: str, seconds: float = HANG_SECONDS, devices: int = DEVICES) -> None:
         """Starts the command again, as a person would; Failed unless the run is then complete."""
         ended = self.train(name, *overrides, seconds=seconds, devices=devices)
         if ended.code != 0:

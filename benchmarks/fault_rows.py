@@ -265,7 +265,7 @@ def stalled_data(trial: Trial) -> None:
     if trial.rng.random() < 0.3:  # slow, but moving
         trial.must(ground.train(trial.name, limit, faults=[("stall", {"update": at, "seconds": 1})]), 0)
     else:
-        trial.must(ground.train(trial.name, limit, seconds=30, faults=[("stall", {"update": at, "seconds": 600})]), 75,
+        trial.must(ground.train(trial.name, limit, faults=[("stall", {"update": at, "seconds": 600})]), 75,
                    "stuck in phase data")
         ground.finish(trial.name)
         trial.account(most_lost=2 * EVERY)
