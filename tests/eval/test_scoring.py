@@ -22,9 +22,7 @@ def scored(cfg: Config, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.nda
     """Nats of the rows of a batch, 24 of them so that a part has three, and of choices, on a mesh of this shape."""
     mesh, batch = mesh_of(shape), random_batch(cfg)
     with jax.set_mesh(mesh):
-        scorer, params = Scorer(cfg, mesh), init_state(cfg).params
-        rows = scorer.batch_rows(19)
-        assert rows == 24
+        scorer, params, rows = Scorer(cfg, mesh), init_state(cfg).params, 24
         nats_B = scorer.row_nats(params, batch.tokens_BT, batch.targets_BT, batch.weights_BT, rows)
         nats_BC = scorer.choice_nats(params, batch.tokens_BT, np.arange(8, dtype=np.int32), CHOICES, rows)
         return np.asarray(nats_B)[:8], np.asarray(nats_BC)[:8]
@@ -39,6 +37,10 @@ def on_one_device():
 def test_a_mesh_changes_no_bit_of_what_is_scored(on_one_device, shape, dtype):
     for found, expected in zip(scored(config("any_mesh", dtype), shape), on_one_device[dtype], strict=True):
         np.testing.assert_array_equal(found.view(np.int32), expected.view(np.int32))
+
+
+def test_batches_are_as_large_on_every_mesh():
+    assert {Scorer(config("any_mesh"), mesh_of(shape)).batch_rows(19) for shape in (ONE, DATA, BOTH)} == {24}
 
 
 def test_it_scores_what_it_scores_otherwise(on_one_device):
