@@ -1,7 +1,8 @@
 """The command line, `maxtext VERB ...` (`USAGE` lists the verbs). A verb imports what it needs.
 
 Exit codes: 0 done, or stopped cleanly; 1 a plan that does not fit; 2 a mistake in what was asked for (config, data,
-devices, saved state); 3 training failed; 75 a run ended itself and may be tried again (it hung, or workers kept dying).
+devices, saved state); 3 training failed, or what nobody foresaw, whose trace goes into a file that is named; 75 a run
+ended itself and may be tried again (it hung, or workers kept dying).
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         print(f"maxtext: unknown verb {argv[0]!r}{hint} The verbs are {', '.join(verbs)}.", file=sys.stderr)
         return 2
-    return verbs[argv[0]](argv[1:])
+    try:
+        return verbs[argv[0]](argv[1:])
+    except Exception as error:
+        return _unforeseen(error, f"maxtext {argv[0]}")
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -148,7 +152,16 @@ def _run(cfg: Config, origins: dict[str, str], listener: Callable[[int, Mapping[
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)
         return 3
+    except Exception as error:
+        return _unforeseen(error, "training", cfg.run_dir)
     return 0
+
+
+def _unforeseen(error: Exception, what: str, folder: str | None = None) -> int:
+    from maxtext.config.trace import unforeseen
+
+    print(unforeseen(error, what, folder), file=sys.stderr)
+    return 3
 
 
 def _mistake(error: object) -> int:

@@ -131,6 +131,7 @@ def test_the_table_follows_new_names_merged_steps_and_numbers_that_are_not_finit
     sink.write(1, {"a": 1.5})
     sink.write(2, {"a": float("nan")})
     sink.write(2, {"b, c": float("-inf")})
+    sink.write(3, {"b, c": 7})
     sink.write(3, {"b, c": 2})
     sink.close()
     rows = [{name: value for name, value in row.items() if name != "time/unix (s)"} for row in table(tmp_path / "run")]
