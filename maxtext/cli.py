@@ -22,6 +22,7 @@ USAGE = """usage: maxtext VERB ...
 verbs
   train CONFIG [key=value ...] [--dry-run]   train, or continue, a run
   launch local CONFIG --workers N [...]      a run on several processes that goes on when some die
+  launch ray | gke | slurm CONFIG [...]      a run as a job of Ray Train, of GKE (JobSet, Pathways) or of SLURM
   plan CONFIG --topology CHIP:SHAPE [...]    memory, FLOPs and estimated speed on a machine that is not here
   compare A [B] [--b key=value] [...]        whether two configs or commits compute the same numbers
   config list | show CONFIG [key=value ...]  configs, and the resolved values with their origins
@@ -129,7 +130,7 @@ def _dry_run(cfg: Config, n_devices: int | None) -> int:
     return 0
 
 
-def _run(cfg: Config, origins: dict[str, str], listener: Callable[[int, Mapping[str, float]], None] | None = None
+def _run(cfg: Config, origins: dict[str, str] | None, listener: Callable[[int, Mapping[str, float]], None] | None = None
          ) -> int:
     """Trains as `maxtext.train` does, and tells a mistake in a line."""
     from maxtext import api
@@ -170,10 +171,45 @@ def _mistake(error: object) -> int:
 
 
 def _launch(argv: list[str]) -> int:
-    from maxtext.api import write_report
-    from maxtext.elastic.launch import run
+    where = argv[0] if argv else ""
+    if where == "local":
+        from maxtext.api import write_report
+        from maxtext.elastic.launch import run
 
-    return run(argv, write_report)
+        return run(argv[1:], write_report)
+    if where == "ray":
+        from maxtext.cli import train_text  # under this name, by which Ray's workers find it, however this was started
+        from maxtext.launch.ray import run as run_on_ray
+
+        return run_on_ray(argv[1:], train_text)
+    if where == "gke":
+        from maxtext.launch.gke import run as run_on_gke
+
+        return run_on_gke(argv[1:])
+    if where == "slurm":
+        from maxtext.launch.slurm import run as run_on_slurm
+
+        return run_on_slurm(argv[1:])
+    told = sys.stdout if where in ("-h", "--help") else sys.stderr
+    print("usage: maxtext launch local | ray | gke | slurm CONFIG [key=value ...]; each has --help", file=told)
+    return 0 if where in ("-h", "--help") else 2
+
+
+def train_text(text: str, listener: Callable[[int, Mapping[str, float]], None]) -> int:
+    """Trains the run of a config's text, as `maxtext train` does; for launchers that send it to their workers."""
+    import tempfile
+
+    from maxtext.config.load import ConfigError, load_with_origins
+    from maxtext.config.show import print_problems
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+        file.write(text)
+        file.flush()
+        try:
+            cfg, _ = load_with_origins(file.name)
+        except ConfigError as error:
+            return print_problems(error)
+    return _run(cfg, None, listener)
 
 
 def _plan(argv: list[str]) -> int:

@@ -4,12 +4,13 @@
 # Needs python3 >= 3.11 with venv and a package index; PYTHON=... and VENV=... choose interpreter and environment.
 # TORCH=1 adds PyTorch and transformers, against which conversion is then tested too (several GB on most machines).
 # REAL=1 adds real weights and tasks (290 MB), TPU=1 the compiler for TPUs (213 MB; no TPU is needed), DATA=1 the libraries of
-# further data sources, TRACKERS=1 Weights & Biases and MLflow, DOCS=1 what builds the site of docs/. Tests that need what
-# was added cannot be skipped then. BROWSER=1 does so for the report's tests in Chromium, which must be here, or come by apt.
+# further data sources, TRACKERS=1 Weights & Biases and MLflow, DOCS=1 what builds the site of docs/, LAUNCH=1 Ray Train and what
+# checks manifests, scripts and notebooks. Tests that need what was added cannot be skipped then. BROWSER=1 does so for the
+# report's tests in Chromium, which must be here, or come by apt.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-case "${1:-}" in -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 [ $# -gt 0 ] || set -- tests -n 2
 
 ensure_environment requirements-test.lock
@@ -58,7 +59,13 @@ if [ "${BROWSER:-}" = 1 ]; then
   fi
   needed+=" chromium"
 fi
-unset TORCH REAL TPU DATA TRACKERS DOCS BROWSER  # tests that run this script decide for themselves
+if [ "${LAUNCH:-}" = 1 ]; then
+  say "adding Ray Train and what checks manifests, scripts and notebooks (requirements-launch.txt)"
+  "$VENV/bin/python" -m pip install --quiet -r requirements-launch.txt || die "pip could not install requirements-launch.txt" \
+    "leave LAUNCH=1 away: the tests that need it are then skipped"
+  needed+=" pydantic nbclient jsonschema kubernetes_validate shellcheck hadolint"
+fi
+unset TORCH REAL TPU DATA TRACKERS DOCS BROWSER LAUNCH  # tests that run this script decide for themselves
 export MAXTEXT_TESTS_NEED="$needed"  # read by tests/materials.py
 
 say "ruff check"

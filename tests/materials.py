@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -20,9 +21,15 @@ NEED = "MAXTEXT_TESTS_NEED"
 SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1", "libtpu": "TPU=1",  # of scripts/test.sh; others: REAL=1
           "mkdocs": "DOCS=1",
           "wandb": "TRACKERS=1", "mlflow": "TRACKERS=1", "chromium": "BROWSER=1",
-          **dict.fromkeys(("google_crc32c", "tensorflow_datasets", "datasets", "tiktoken", "ray"), "DATA=1")}
+          **dict.fromkeys(("google_crc32c", "tensorflow_datasets", "datasets", "tiktoken", "ray"), "DATA=1"),
+          **dict.fromkeys(("pydantic", "nbclient", "jsonschema", "kubernetes_validate", "shellcheck", "hadolint"),
+                          "LAUNCH=1")}  # pydantic: of Ray Train
 
 OTHER_NAMES = {"chromium": ("chromium-browser", "google-chrome", "google-chrome-stable")}
+
+
+# What takes half a minute of CPU and repeats, by other ways, what tests of every run hold.
+long = pytest.mark.skipif(os.environ.get("LONG") != "1", reason="long: LONG=1 runs it")
 
 
 def folder_of(package: str) -> Path:
@@ -43,9 +50,9 @@ def imported(package: str) -> ModuleType:
 
 
 def program(name: str) -> str:
-    """The path of a program, which may have other names too."""
+    """The path of a program, which may have other names too, and may be one of this environment."""
     for one in (name, *OTHER_NAMES.get(name, ())):
-        if found := shutil.which(one):
+        if found := shutil.which(one) or shutil.which(one, path=Path(sys.executable).parent):
             return found
     absent(name)
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "eval": _EVAL,
     "convert": _MODEL | _DATA | {"checkpoint", "convert"},
     "train": _TRAIN,
-    "elastic": _TRAIN | {"elastic"},
+    "elastic": _TRAIN | {"elastic", "launch"},
     "plan": _TRAIN | {"plan"},
     "compare": _TRAIN | {"compare"},
     "report": {"config", "report"},

@@ -6,16 +6,14 @@ import argparse
 import glob
 import math
 import os
-import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 from maxtext.config.schema import Config
-from maxtext.config.validate import mesh_problems, resolve_mesh
-
-_COUNT = "xla_force_host_platform_device_count"
+from maxtext.config.validate import resolve_mesh
+from maxtext.launch import job
+from maxtext.launch.job import virtual_devices
 
 
 def run(argv: Sequence[str], write_report: Callable[[str], None]) -> int:
@@ -23,9 +21,8 @@ def run(argv: Sequence[str], write_report: Callable[[str], None]) -> int:
 
     Exit codes: 0 done or stopped and saved, 2 a mistake in what was asked for, 3 training failed, 75 try again."""
     parser = argparse.ArgumentParser(
-        prog="maxtext launch", description="Start the workers of a run on this machine, and keep the run going while "
-        "workers die, hang and come back.")
-    parser.add_argument("where", choices=["local"], help="local: all workers on this machine's CPU")
+        prog="maxtext launch local", description="Start the workers of a run on this machine's CPU, and keep the run "
+        "going while workers die, hang and come back.")
     parser.add_argument("config", help="a YAML, or its name in configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as elastic.policy=pause")
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="processes of the job")
@@ -36,17 +33,11 @@ def run(argv: Sequence[str], write_report: Callable[[str], None]) -> int:
     for name in ("workers", "devices_per_worker"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
-    from maxtext.config.load import ConfigError, find_config, load_with_origins, to_yaml
-    from maxtext.config.show import print_problems
-
-    try:
-        cfg, origins = load_with_origins(find_config(args.config), args.overrides)
-    except ConfigError as error:
-        return print_problems(error)
-    problems = [] if cfg.mesh.auto else mesh_problems(cfg, args.workers * args.devices_per_worker)
-    if problems:
-        return _mistake("\n".join(f"{key}: {message}" for key, message in problems))
-    code = _supervise(cfg, to_yaml(cfg, origins), args.workers, args.devices_per_worker, args.peer_copies)
+    found = job.loaded(args.config, args.overrides, args.workers * args.devices_per_worker)
+    if isinstance(found, int):
+        return found
+    cfg, text = found
+    code = _supervise(cfg, text, args.workers, args.devices_per_worker, args.peer_copies)
     if code == 0 and cfg.log.report and os.path.exists(f"{cfg.run_dir}/metrics.jsonl"):
         write_report(cfg.run_dir)
     return code
@@ -76,7 +67,7 @@ def _supervise(cfg: Config, config_text: str, workers: int, devices: int, peer: 
                 for number, handler in before.items():
                     signal.signal(number, handler)
     except RunInUseError as error:
-        return _mistake(error)
+        return job.mistake(error)
     return code
 
 
@@ -103,16 +94,10 @@ def rows(cfg: Config, workers: int, devices: int, peer: bool, root: str) -> list
 
 def worker_environment(environment: Mapping[str, str], devices: int) -> dict[str, str]:
     """The variables of a worker with so many virtual CPU devices."""
-    flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if not re.search(_COUNT, flag)]
     # A collective whose peer died is left behind and never ends; XLA would end the whole process for it.
-    flags += [f"--{_COUNT}={devices}", "--xla_cpu_collective_call_terminate_timeout_seconds=1000000",
-              "--xla_cpu_collective_timeout_seconds=1000000"]
+    flags = [virtual_devices(environment, devices), "--xla_cpu_collective_call_terminate_timeout_seconds=1000000",
+             "--xla_cpu_collective_timeout_seconds=1000000"]
     alone = {name: value for name, value in environment.items()
              if name not in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "PJRT_NPROC")}
     return alone | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1",
                     "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "no_grpc_proxy": "127.0.0.1"}
-
-
-def _mistake(error: object) -> int:
-    print(error, file=sys.stderr)
-    return 2

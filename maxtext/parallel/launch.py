@@ -2,7 +2,7 @@
 
 Sources: JAX's own variables, whose process id a Kubernetes Indexed Job (such as each job of a JobSet on GKE) knows too,
 and the schedulers that `jax.distributed` knows (SLURM, Open MPI, Cloud TPU, also on GKE). A launcher that joins the
-processes itself, as Ray Train does, is left to it.
+processes itself, as Ray Train does, is left to it; under Pathways one process has the devices of all machines.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> str | None:
 
     Raises LaunchError when the variables are incomplete, or the other processes do not come.
     """
+    if "proxy" in environment.get("JAX_PLATFORMS", "").split(","):
+        _connect_to_pathways()
+        return None
     if jax.distributed.is_initialized():
         return "Ray" if "ray" in sys.modules else "its launcher"
     explicit = _given(environment)
@@ -100,6 +103,16 @@ def describe(found: str) -> str:
     counts = sorted({int(row[64]) for row in rows})
     return (f"{len(rows)}, found through {found}, {' or '.join(map(str, counts))} devices each, on {len(hosts)} "
             f"host{'s' * (len(hosts) > 1)} ({'; '.join(shown)})")
+
+
+def _connect_to_pathways() -> None:
+    """Makes Pathways' devices those of this process, its only one. The package registers the platform `proxy`."""
+    try:
+        import pathwaysutils
+    except ImportError:
+        raise LaunchError("JAX_PLATFORMS=proxy means Pathways, which needs pathwaysutils; install it with: pip install "
+                          "'maxtext[pathways]'") from None
+    pathwaysutils.initialize()
 
 
 def _given(environment: Mapping[str, str]) -> dict[str, str | None]:

@@ -66,11 +66,13 @@ def test_without_arguments_it_lists_the_configs_and_imports_no_jax(tmp_path: Pat
 
 @pytest.mark.parametrize(("arguments", "code"), [
     *((f"{verb} --help".strip(), 0) for verb in (
-        "", "train", "launch", "launch local", "plan", "compare", "config", "checkpoint",
-        "checkpoint merge", "convert", "convert import", "eval", "generate", "report")),
+        "", "train", "launch", "launch local", "launch ray", "launch gke", "launch slurm", "plan", "compare", "config",
+        "checkpoint", "checkpoint merge", "convert", "convert import", "eval", "generate", "report")),
     ("config list", 0), ("config show quickstart", 0), ("config show olmo3_7b train.steps=5000", 0),
     ("config show quickstart optim.leaning_rate=1", 2), ("train quickstart optim.lr=fast model.d_model=65", 2),
     ("train absent", 2), ("launch local quickstart train.stpes=1 --workers 2", 2), ("trian", 2),
+    ("launch gke quickstart --topology v6e:4x4 --image i --dry-run optim.lr=fast", 2),
+    ("launch ray quickstart --workers 2 --cpu train.stpes=1", 2), ("launch slurm absent", 2),
 ])
 def test_what_computes_nothing_answers_in_0_3_seconds(arguments: str, code: int):
     """Start included; the fastest of up to five, in seconds of CPU: the clock on a busy wall measures others."""

@@ -1,0 +1,51 @@
+"""What the launchers share: the config of a job with its faults told, and names that engines accept."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+from maxtext.config.load import ConfigError, find_config, load_with_origins, to_yaml
+from maxtext.config.schema import Config
+from maxtext.config.show import print_problems
+from maxtext.config.validate import mesh_problems
+
+DEVICE_COUNT = "xla_force_host_platform_device_count"
+# Exit statuses of `maxtext train` that another attempt meets again: a mistake in what was asked for, failed training.
+HOPELESS = (2, 3)
+TRY_AGAIN = 75  # and the one that asks for another attempt: a run that hung ended itself
+
+
+def loaded(config: str, overrides: Sequence[str], devices: int | None) -> tuple[Config, str] | int:
+    """The config of a run on so many devices, and its text with origins; an exit status where it has faults.
+
+    Args:
+      devices: of the job; None: not known before it runs.
+    """
+    try:
+        cfg, origins = load_with_origins(find_config(config), overrides)
+    except ConfigError as error:
+        return print_problems(error)
+    if devices is not None and not cfg.mesh.auto and (problems := mesh_problems(cfg, devices)):
+        return mistake("\n".join(f"{key}: {message}" for key, message in problems))
+    return cfg, to_yaml(cfg, origins)
+
+
+def mistake(message: object) -> int:
+    """Tells a mistake in what was asked for; the exit status of one."""
+    print(message, file=sys.stderr)
+    return 2
+
+
+def dns_label(name: str, longest: int = 40) -> str:
+    """A name as Kubernetes takes it: lower-case letters, digits and dashes, from a letter to a letter or digit."""
+    text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    text = text if text[:1].isalpha() else f"run-{text}"
+    return text[:longest].rstrip("-")
+
+
+def virtual_devices(environment: Mapping[str, str], count: int) -> str:
+    """XLA_FLAGS for a process of so many virtual CPU devices, with the other flags of an environment."""
+    flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if DEVICE_COUNT not in flag]
+    return " ".join([*flags, f"--{DEVICE_COUNT}={count}"])
