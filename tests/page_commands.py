@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "reproduce_olmo3.md").read_text()
 TINY_HEADING = "## The same in seconds"
 PROGRAMS = ("python", "maxtext", "pip", "cd")
 # Pages whose commands are run by a test of their own; those of all others by tests/end_to_end/test_page_commands.py.
-RUN_BY = {"docs/data.md": "tests/data/test_data_page.py",
+RUN_BY = {"docs/data.md": "tests/data/test_data_page.py", "docs/launch.md": "tests/launch/test_page.py",
           "docs/reproduce_olmo3.md": "tests/end_to_end/test_reproduce_page.py"}
 # Commands that no test runs as they stand, each with the reason; a prefix stands for all that begin with it.
 _INDEX, _VERB = "needs a package index", "names the verb"

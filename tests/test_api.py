@@ -108,3 +108,19 @@ def leaves(tree):
     import jax
 
     return jax.tree.leaves(tree)
+
+
+def test_the_page_runs_as_it_stands(run, capsys: pytest.CaptureFixture[str]):
+    """On the run of this file, which is complete, in place of the quickstart."""
+    trained, cfg, _ = run
+    page = (ROOT / "docs" / "python.md").read_text()
+    code = "\n".join(line[4:] for line in page.splitlines() if line.startswith("    "))
+    asked = 'mt.load("quickstart", "optim.lr=1e-3", {"train.steps": 200})'
+    assert code.count(asked) == 1
+    exec(code.replace(asked, "cfg"), {"cfg": cfg})
+    said = capsys.readouterr().out
+    assert f"4 {trained.metrics[-1]['train/CE loss']}" in said
+    assert "held-out set" in said
+    assert "Decoder: " in said
+    table = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(table) == sorted(set(mt.__all__) - {"__version__"})
