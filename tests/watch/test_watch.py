@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -76,6 +78,24 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     return child
 
 
+def in_a_terminal(*words: str) -> tuple[subprocess.Popen[bytes], int]:
+    """The command line in a terminal of its own, and where its screen is read."""
+    screen, terminal = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-m", "maxtext.cli", *words], stdin=terminal, stdout=terminal,
+                             stderr=terminal, env=environment(1, TERM="xterm-256color", COLUMNS="120", LINES="40"))
+    os.close(terminal)
+    return child, screen
+
+
+def written(screen: int) -> bytes:
+    """What comes on a screen until its program ends."""
+    found = b""
+    with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
+        while part := os.read(screen, 4096):
+            found += part
+    return found
+
+
 def test_a_stalled_run_is_seen_within_30_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """One process stands still altogether, one on another machine hangs in an update, one goes on; then one dies."""
     ways = {"still": ["going"], "stuck": ["stuck", "another kernel"], "going": ["going"]}
@@ -97,6 +117,10 @@ def test_a_stalled_run_is_seen_within_30_seconds(tmp_path: Path, capsys: pytest.
         frame = capsys.readouterr().out
         assert "stalled  training since" in frame
         assert "update 5 of 1,000" in frame
+        follower, screen = in_a_terminal("watch", str(tmp_path / "going"), "--every", "0.3")
+        first = b""
+        while b"running" not in first:
+            first += os.read(screen, 4096)
         children["going"].kill()
         children["going"].wait()
         while judge(read_signs(str(tmp_path / "going")))[0] != "failed":
@@ -104,6 +128,10 @@ def test_a_stalled_run_is_seen_within_30_seconds(tmp_path: Path, capsys: pytest.
             time.sleep(0.5)
         assert cli.main(["watch", str(tmp_path / "going"), "--once"]) == 3
         assert "failed  ended without a word" in capsys.readouterr().out
+        last = written(screen)
+        assert follower.wait(60) == 3, "it ends with the run"
+        assert b"failed" in last
+        assert b"ended without a word" in last
     finally:
         for child in children.values():
             child.kill()
