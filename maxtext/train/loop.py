@@ -12,13 +12,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from maxtext.checkpoint.lease import Lease, LeaseError
 from maxtext.checkpoint.manager import CheckpointError, Checkpoints
@@ -29,7 +28,7 @@ from maxtext.config.schema import Config
 from maxtext.data.batch import Batch
 from maxtext.data.journal import Journal
 from maxtext.data.pipeline import make_batches
-from maxtext.data.tokens import ResolvedData, resolve
+from maxtext.data.tokens import resolve
 from maxtext.eval.evaluations import Evaluations
 from maxtext.model.choose_mesh import settled
 from maxtext.model.cost import count_params
@@ -54,15 +53,14 @@ from maxtext.train.profile import Profile
 from maxtext.train.records import Record, router_record, step_record
 from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
+from maxtext.train.setting import Listener, Setting, Unread, trouble
 from maxtext.train.state import TrainState, init_state
-from maxtext.train.step import StepMetrics, compile_train_step
+from maxtext.train.step import compile_train_step
 from maxtext.train.stop import MEMBERS, TrainingError, Votes
 from maxtext.train.summary import kernels_in_use, start_summary
 from maxtext.train.trackers import check_trackers
 from maxtext.train.warm_start import warm_start
 from maxtext.train.watchdog import Watchdog
-
-Listener = Callable[[int, Record], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +140,7 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
     watchdog = nullcontext() if attendance.watched else Watchdog(cfg.watchdog, cfg.run_dir, phases, ledger)
     with (attendance.stopper(started, cfg.train.max_seconds) as stopper, jax.set_mesh(mesh), watchdog,
           ledger.ending(MembersChanged), explained(cfg, mesh)):
-        stopper.trouble = lambda: _trouble(cfg, checkpoints, lease)
+        stopper.trouble = lambda: trouble(cfg, checkpoints, lease)
         ledger.begin(cfg.train.steps, mesh.size, environment(mesh))
         data = resolve(cfg)
         setting = Setting(cfg, config_text, data, mesh, checkpoints, console, clock, attendance, journal, lease, phases,
@@ -169,44 +167,6 @@ def _train(cfg: Config, origins: dict[str, str] | None, devices: Sequence[jax.De
             finally:
                 run.close()
             newest = from_process_0(lambda: leave_branch(checkpoints, journal))
-
-
-def _trouble(cfg: Config, checkpoints: Checkpoints, lease: Lease | None) -> str | None:
-    """Why a run should stop because of what it can no longer save; None: it can."""
-    if lease is not None and lease.lost:
-        return lease.lost
-    stale = checkpoints.stale_seconds
-    return f"nothing could be saved for {stale:.0f} s (checkpoint.stale_seconds)" \
-        if stale > cfg.checkpoint.stale_seconds else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a run keeps when it goes back to an earlier checkpoint: what it is, where it runs, what watches it."""
-
-    cfg: Config
-    config_text: str
-    data: ResolvedData
-    mesh: Mesh
-    checkpoints: Checkpoints
-    console: Console
-    clock: Clock
-    attendance: Attendance
-    journal: Journal
-    lease: Lease | None
-    phases: Phases
-    ledger: Ledger
-    listener: Listener | None
-
-
-class Unread(NamedTuple):
-    """An update that was dispatched and whose metrics are not read yet."""
-
-    step: int
-    metrics: StepMetrics
-    wait_seconds: float  # for its batch
-    source_tokens: dict[str, int]  # read up to here
-    seconds: float | None  # that it took; None: it is still being computed
 
 
 class Run:

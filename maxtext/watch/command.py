@@ -6,15 +6,16 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxtext.watch.signs import Signs, State, is_run, judge, read_signs
 
-WATCH_BYTES = 1 << 22  # of metrics.jsonl, for the curve: some ten thousand updates
+WATCH_BYTES = 1 << 20  # of metrics.jsonl, for the curve: about the last thousand updates
 ENDED: tuple[State, ...] = ("finished", "stopped", "failed")
-_DEPTH = 3
+_DEPTH, _LONGEST = 3, 80
 _COLUMNS = ("run", "state", "update", "loss", "tokens/s", "last seen", "why")
 
 
@@ -118,7 +119,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
         row["run"], row["state"], f"{row['step']:,}" + (f"/{row['steps']:,}" if row["steps"] else ""),
         "-" if row["loss"] is None else f"{row['loss']:.4f}",
         "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
-        f"{clock(row['last_seen_seconds'])} ago", row["why"]) for row in rows]
+        f"{clock(row['last_seen_seconds'])} ago", textwrap.shorten(row["why"], _LONGEST)) for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
     right = {2, 3, 4}
     return ["  ".join(f"{cell:>{width}}" if i in right else f"{cell:<{width}}" for i, (cell, width)

@@ -8,6 +8,7 @@ long). All of them may lie on a disk that another machine writes; times of files
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import statistics
 import time
@@ -95,16 +96,14 @@ def is_run(folder: str) -> bool:
 
 def read_signs(folder: str, tail_bytes: int = _TAIL_BYTES) -> Signs:
     """Reads the files of a run directory; of its metrics no more than the last `tail_bytes`."""
-    now, ages = time.time(), [float("inf")]
-    for name in ("metrics.jsonl", EVENTS):
-        modified = _modified(os.path.join(folder, name))
-        ages += [now - modified] if modified is not None else []
+    metrics, ledger = os.path.join(folder, "metrics.jsonl"), os.path.join(folder, EVENTS)
     token = lease.newest_token(folder)
-    modified = _modified(lease.beat_path(folder, token)) if token else None
-    beat_seconds = float("inf") if modified is None else max(now - modified, 0.0)
-    return Signs(folder, _config(folder), read_events(os.path.join(folder, EVENTS)),
-                 _tail(os.path.join(folder, "metrics.jsonl"), tail_bytes), lease.beat_of(folder, token) if token else
-                 None, lease.holder(folder), beat_seconds, max(min(*ages, beat_seconds), 0.0))
+    beat = lease.beat_of(folder, token) if token else None
+    events, records = read_events(ledger), _tail(metrics, tail_bytes)
+    # Times after contents: a network file system asks its server anew when a file is opened.
+    ages = {path: _age(path) for path in (metrics, ledger, lease.beat_path(folder, token))}
+    return Signs(folder, _config(folder), events, records, beat, lease.holder(folder),
+                 ages[lease.beat_path(folder, token)], min(ages.values()))
 
 
 def judge(signs: Signs) -> tuple[State, str]:
@@ -122,7 +121,8 @@ def judge(signs: Signs) -> tuple[State, str]:
         return "failed", f"no sign of life since {_span(signs.beat_seconds)} ({who or 'of an unknown process'})"
     if signs.beat_seconds > SILENT_SECONDS:
         return "stalled", f"no sign of life since {_span(signs.beat_seconds)} ({who or 'of an unknown process'})"
-    phase, still = str(beat.get("phase", "step")), float(beat.get("still_seconds", 0.0)) + signs.beat_seconds
+    phase, still = str(beat.get("phase", "step")), float(beat.get("still_seconds", 0.0))
+    still += 0.0 if silent else signs.beat_seconds  # of a silent process it is not known whether it stands still
     doing = _NAMES.get(phase, phase)
     if still > _patience(signs, phase):
         return "stalled", f"{doing} since {_span(still)}, without an end ({who or 'an unknown process'})"
@@ -173,8 +173,15 @@ def _span(seconds: float) -> str:
 
 
 def _config(folder: str) -> dict[str, Any]:
+    path = os.path.join(folder, "config.yml")
+    return _read_config(path, _modified(path))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_config(path: str, modified: float | None) -> dict[str, Any]:
+    """Once for each version of the file: `watch` looks every second, and YAML takes tens of milliseconds."""
     try:
-        with open(os.path.join(folder, "config.yml"), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             tree = yaml.safe_load(file)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
@@ -186,6 +193,12 @@ def _modified(path: str) -> float | None:
         return os.stat(path).st_mtime
     except OSError:
         return None
+
+
+def _age(path: str) -> float:
+    """Seconds since a file was written; infinite where there is none."""
+    modified = _modified(path)
+    return float("inf") if modified is None else max(time.time() - modified, 0.0)
 
 
 def _tail(path: str, most_bytes: int) -> list[Record]:
