@@ -35,9 +35,9 @@ class Losses(NamedTuple):
     squared_log_z: jax.Array  # sum of weight * logsumexp(logits)^2, without the multiplier
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def cross_entropy(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: jax.Array, z_loss: float,
-                  chunk: int, axes: Axes) -> tuple[jax.Array, Losses]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def cross_entropy(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: jax.Array,
+                  z_loss: float | jax.Array, chunk: int, axes: Axes) -> tuple[jax.Array, Losses]:
     """Sum over tokens of weight * (cross-entropy + z_loss * logsumexp^2).
 
     Logits are a matmul in the dtype of `x`, rounded to it and then raised to float32, as in the reference
@@ -48,7 +48,7 @@ def cross_entropy(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weight
       w_DV: head weights, float32 at rest, this device's rows and columns.
       targets_N: int32 ids in the whole vocabulary.
       weights_N: float32 weight of each token, already divided by the sum over the batch.
-      z_loss: multiplier of the squared log-partition.
+      z_loss: multiplier of the squared log-partition, a number or a scalar.
       chunk: most tokens whose logits exist at one time.
 
     Returns:
@@ -128,8 +128,9 @@ def _chunks(arrays: tuple[jax.Array, ...], chunk: int) -> tuple[jax.Array, ...]:
     return tuple(split(array) for array in arrays)
 
 
-def _forward(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: jax.Array, z_loss: float, chunk: int,
-             axes: Axes, with_gradient: bool) -> tuple[jax.Array, Losses, tuple[jax.Array, jax.Array] | None]:
+def _forward(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: jax.Array,
+             z_loss: float | jax.Array, chunk: int, axes: Axes, with_gradient: bool
+             ) -> tuple[jax.Array, Losses, tuple[jax.Array, jax.Array] | None]:
     rows, w_DV = w_DV.shape[0], _whole(w_DV, x_ND.dtype, axes)
 
     def body(dw_DV: jax.Array | None, chunk_of: tuple[jax.Array, ...]) -> tuple[jax.Array | None, tuple]:
@@ -169,10 +170,10 @@ def _vjp_forward(x_ND, w_DV, targets_N, weights_N, z_loss, chunk, axes):
     return (total, losses), gradient
 
 
-def _vjp_backward(z_loss, chunk, axes, gradient, cotangents):
+def _vjp_backward(chunk, axes, gradient, cotangents):
     dx_ND, dw_DV = gradient
     dtotal = cotangents[0]
-    return (dtotal * dx_ND).astype(dx_ND.dtype), dtotal * dw_DV, None, None
+    return (dtotal * dx_ND).astype(dx_ND.dtype), dtotal * dw_DV, None, None, None
 
 
 cross_entropy.defvjp(_vjp_forward, _vjp_backward)

@@ -25,7 +25,8 @@ TOKENS, HIDDEN, HEAD, WHOLE_HEAD = ("batch", None), ("batch", None, None), ("emb
 
 def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, total_weight: jax.Array,
               cfg: Config, segments_BT: jax.Array | None = None, real_B: jax.Array | None = None,
-              prior_LE: jax.Array | None = None) -> tuple[jax.Array, tuple[Losses, RouterStats | None]]:
+              prior_LE: jax.Array | None = None, z_loss: float | jax.Array | None = None
+              ) -> tuple[jax.Array, tuple[Losses, RouterStats | None]]:
     """Cross-entropy, z-loss and the losses of routers, each a weighted sum over these tokens divided by `total_weight`.
 
     `total_weight` is the sum over the whole global batch, so that the losses (and gradients) of its micro-batches add
@@ -35,6 +36,7 @@ def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_B
       real_B: tokens before the padding of each row; None: there is none.
       tokens_BT, ...: where the mesh has a pipeline, all micro-batches, their rows in `pipeline.row_order`.
       prior_LE: load of each expert in the micro-batches before.
+      z_loss: multiplier of the squared log-partition; None: `cfg.train.z_loss`.
 
     Returns:
       (loss to differentiate, its parts without multipliers and the routers' statistics); losses are float32 scalars.
@@ -42,11 +44,12 @@ def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_B
 
     axes = Axes(mesh_axes("batch", "sequence"), mesh_axes("embed"), next(iter(mesh_axes("vocab")), None))
 
-    def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array):
+    def local(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array,
+              z_loss: jax.Array):
         # Typed as different over all axes of tokens, of which one that splits nothing is not named by a sharding.
         x_BTD, targets_BT, weights_BT = vary((x_BTD, targets_BT, weights_BT), frozenset(axes.tokens))
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        return cross_entropy(x_ND, w_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), cfg.train.z_loss,
+        return cross_entropy(x_ND, w_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), z_loss,
                              cfg.train.loss_chunk_tokens, axes)
 
     real_BT = None if real_B is None else jnp.arange(tokens_BT.shape[1])[None] < real_B[:, None]
@@ -55,8 +58,9 @@ def mean_loss(p: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array, weights_B
         how = dataclasses.replace(how, micro_batches=cfg.train.gradient_accumulation_steps)
     x_BTD, stats = run_decoder(p, tokens_BT, cfg.model, how, segments_BT, real_BT, prior_LE)
     order_T, tokens = layout(tokens_BT.shape[1]), ("batch", "sequence")
-    fused = per_device(local, ((*tokens, None), HEAD, tokens, tokens), ((), Losses((), ())))
-    loss, losses = fused(x_BTD, p.head_DV, split(targets_BT, order_T), split(weights_BT / total_weight, order_T))
+    fused = per_device(local, ((*tokens, None), HEAD, tokens, tokens, ()), ((), Losses((), ())))
+    loss, losses = fused(x_BTD, p.head_DV, split(targets_BT, order_T), split(weights_BT / total_weight, order_T),
+                         jnp.float32(cfg.train.z_loss if z_loss is None else z_loss))
     return loss if stats is None else loss + router_loss(stats, cfg) / total_weight, (losses, stats)
 
 

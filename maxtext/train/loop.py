@@ -40,7 +40,7 @@ from maxtext.parallel.runtime import keep_freed_memory
 from maxtext.parallel.sharding import sharding
 from maxtext.train.attendance import Attendance, MembersChanged
 from maxtext.train.clock import Clock, Phases
-from maxtext.train.conditions import check_conditions, conditions
+from maxtext.train.conditions import check_conditions
 from maxtext.train.console import Console
 from maxtext.train.corruption import Comparison
 from maxtext.train.expert_loads import ExpertLoads
@@ -50,7 +50,7 @@ from maxtext.train.memory import RememberingAttendance
 from maxtext.train.metrics import MetricsWriter, last_step
 from maxtext.train.out_of_memory import explained
 from maxtext.train.profile import Profile
-from maxtext.train.records import Record, router_record, step_record
+from maxtext.train.records import Record, router_record, saved_extra, step_record
 from maxtext.train.resume import check_files, check_new_run, check_same_run
 from maxtext.train.samples import Samples
 from maxtext.train.setting import Listener, Setting, Unread, trouble
@@ -373,8 +373,7 @@ class Run:
             self._wait()
 
     def _extra(self) -> dict[str, Any]:
-        return {"data": self.batches.get_state(), "record": self.record, "seed": self.cfg.seed,
-                "skips": self.guard.skips.updates, "conditions": conditions(self.cfg, self.mesh)}
+        return saved_extra(self.cfg, self.mesh, self.batches, self.record, self.guard.skips)
 
     def _snapshot(self, wait: bool) -> bool:
         with self.clock.apart("snapshot"):

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxtext.config.optimizer import OptimConfig, SkipConfig
+from maxtext.config.optimizer import OptimConfig
 from maxtext.config.schema import Config
 from maxtext.model.matrices import Matrices
 from maxtext.parallel.host_memory import back, lies_on_host, to_device
@@ -50,6 +50,38 @@ class OptimizerState(NamedTuple):
     grad_norm_window: jax.Array | None  # the same of the gradient norm before clipping; both None if outliers are taken
 
 
+class OptimNumbers(NamedTuple):
+    """The numbers of the optimizer, made in float64; a sweep traces them, as it has other ones for each member."""
+
+    beta2: float | jax.Array
+    rest1: float | jax.Array  # 1 - beta1
+    rest2: float | jax.Array
+    log1: float | jax.Array  # the logarithm of beta1
+    log2: float | jax.Array
+    eps: float | jax.Array
+    weight_decay: float | jax.Array
+    max_grad_norm: float | jax.Array  # infinite: gradients are not scaled
+    sigma: float | jax.Array
+    momentum: float | jax.Array  # of Muon
+    momentum_rest: float | jax.Array
+    matrix_rate: float | jax.Array  # learning rate of matrices over that of AdamW
+    matrix_decay: float | jax.Array
+
+
+def optim_numbers(cfg: Config) -> OptimNumbers:
+    """The numbers of `cfg.optim`. Raises ValueError for betas that are 1."""
+    optim, muon = cfg.optim, cfg.optim.muon
+    b1, b2 = optim.betas
+    if not (b1 < 1 and b2 < 1):
+        raise ValueError(f"optim.betas is [{b1}, {b2}], but both must be below 1; the usual value is [0.9, 0.95]")
+    log1, log2 = (math.log(beta) if beta else -math.inf for beta in (b1, b2))
+    return OptimNumbers(
+        b2, 1 - b1, 1 - b2, log1, log2, optim.eps, optim.weight_decay,
+        math.inf if optim.max_grad_norm is None else optim.max_grad_norm, optim.skip.sigma,
+        muon.momentum, 1 - muon.momentum, 1.0 if muon.matrix_lr is None else muon.matrix_lr / optim.lr,
+        optim.weight_decay if muon.matrix_weight_decay is None else muon.matrix_weight_decay)
+
+
 def global_norm(tree: PyTree) -> jax.Array:
     """L2 norm over all entries of all leaves, as a float32 scalar."""
     return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.float32(0)))
@@ -70,7 +102,8 @@ def decay_mask_from_names(names: PyTree, patterns: Sequence[str]) -> PyTree:
 
 
 def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], decay_mask: PyTree,
-                   matrices: Sequence[Matrices | None] = ()) -> optax.GradientTransformationExtraArgs:
+                   matrices: Sequence[Matrices | None] = (), numbers: OptimNumbers | None = None
+                   ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer of `cfg.optim`.
 
     Its `update(grads, state, params, *, loss, grad_norm)` takes gradients that are not clipped yet, their global norm
@@ -78,15 +111,13 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
     and `decay_mask` is a tree of Python bool like the weights. `matrices` says for each leaf of the weights what Muon
     orthogonalises; AdamW updates the others, and all with a kind without Muon. Everything is computed in float32 on the
     devices; moments that lie in the host's memory return there. With determinism any_mesh it is compiled alike on every
-    mesh.
+    mesh. `numbers` stand in place of those of `cfg`.
 
     When weights and state are donated, return them from the step in the order of its arguments: jax pairs donated
     buffers with outputs of the same shape in order, and XLA copies every moment several times when they are crossed.
     """
     optim = cfg.optim
-    b1, b2 = optim.betas
-    if not (b1 < 1 and b2 < 1):
-        raise ValueError(f"optim.betas is [{b1}, {b2}], but both must be below 1; the usual value is [0.9, 0.95]")
+    given = optim_numbers(cfg) if numbers is None else numbers
     window, fixed = optim.skip.window if optim.skips else None, cfg.train.determinism == "any_mesh"
 
     def by_muon(leaves: Sequence[Any]) -> list[Matrices | None]:
@@ -116,17 +147,18 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
         if losses is None or norms is None:
             take = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         else:
-            take = (_is_ordinary(loss, losses, n_recorded, optim.skip)
-                    & _is_ordinary(grad_norm, norms, n_recorded, optim.skip))
+            take = (_is_ordinary(loss, losses, n_recorded, given.sigma)
+                    & _is_ordinary(grad_norm, norms, n_recorded, given.sigma))
             windows = _record(losses, n_recorded, loss), _record(norms, n_recorded, grad_norm)
-        clip = 1.0 if optim.max_grad_norm is None else jnp.minimum(1.0, optim.max_grad_norm / (grad_norm + 1e-6))
+        off = isinstance(given.max_grad_norm, float) and math.isinf(given.max_grad_norm)
+        clip = 1.0 if off else jnp.minimum(1.0, given.max_grad_norm / (grad_norm + 1e-6))
         t = (count + 1 if optim.step_increment_bugfix else jnp.ones_like(count)).astype(jnp.float32)
         return _Common(optim, schedule(n_recorded + 1), clip, take, t, n_recorded), windows
 
     def adamw(common: _Common, leaf: _Leaf, runs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        change, m, v = (in_blocks(functools.partial(_adamw, leaf.decays), runs, cfg.virtual_shards, common,
+        change, m, v = (in_blocks(functools.partial(_adamw, given, leaf.decays), runs, cfg.virtual_shards, common,
                                   leaf.p, leaf.g, leaf.m, leaf.v) if fixed else
-                        _adamw(leaf.decays, common, leaf.p, leaf.g, leaf.m, leaf.v))
+                        _adamw(given, leaf.decays, common, leaf.p, leaf.g, leaf.m, leaf.v))
         return change, common.stored(m, leaf, 0), common.stored(v, leaf, 1)
 
     def update(grads: PyTree, state: OptimizerState, params: PyTree | None = None, *, loss: jax.Array,
@@ -134,8 +166,8 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
         assert params is not None, "the optimizer needs the weights"
         runs = state.n_recorded >= 0  # always
         windows = state.loss_window, state.grad_norm_window
-        given = state.count, state.n_recorded, windows, loss, grad_norm
-        common, windows = isolated(shared, runs, *given) if fixed else shared(*given)
+        seen = state.count, state.n_recorded, windows, loss, grad_norm
+        common, windows = isolated(shared, runs, *seen) if fixed else shared(*seen)
 
         leaves, treedef = jax.tree.flatten(params)
         decays = jax.tree.leaves(decay_mask)
@@ -143,7 +175,7 @@ def make_optimizer(cfg: Config, schedule: Callable[[jax.Array], jax.Array], deca
         columns = (treedef.flatten_up_to(x) for x in (grads, state.mu, state.nu))
         rows = [_Leaf(*row) for row in zip(range(len(leaves)), decays, leaves, *columns, strict=True)]
         orthogonal = [(_fetched(row, [grad_norm]), how) for row, how in zip(rows, by_muon(leaves), strict=True) if how]
-        results = _muon(common, orthogonal) if orthogonal else {}
+        results = _muon(given, common, orthogonal) if orthogonal else {}
         done = [grad_norm]  # nothing sets out before all gradients are there
         for row in rows:
             if row.index not in results:
@@ -210,54 +242,59 @@ class _Common:
         return stored(moment, self.optim.moments_dtype, self.step, 2 * leaf.index + which)
 
 
-def _adamw(decays: bool, common: _Common, p: jax.Array, g: jax.Array, m: jax.Array,
+def _adamw(given: OptimNumbers, decays: bool, common: _Common, p: jax.Array, g: jax.Array, m: jax.Array,
            v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The change of one array, and its new moments, float32."""
-    optim, (b1, b2) = common.optim, common.optim.betas
     g, m, v = common.clipped(g), m.astype(jnp.float32), v.astype(jnp.float32)
-    new_m = common.unless_skipped(m + (1 - b1) * (g - m), m)
-    new_v = common.unless_skipped(b2 * v + (1 - b2) * (g * g), v)
-    correction1, correction2 = _bias_correction(b1, common.t), jnp.sqrt(_bias_correction(b2, common.t))
-    change = (-common.rate / correction1) * new_m / (jnp.sqrt(new_v) / correction2 + optim.eps)
-    if decays and optim.weight_decay:
-        change -= (common.rate * optim.weight_decay) * p  # before the Adam update, so of the old weight
+    new_m = common.unless_skipped(m + given.rest1 * (g - m), m)
+    new_v = common.unless_skipped(given.beta2 * v + given.rest2 * (g * g), v)
+    correction1, correction2 = _bias_correction(given.log1, common.t), jnp.sqrt(_bias_correction(given.log2, common.t))
+    change = (-common.rate / correction1) * new_m / (jnp.sqrt(new_v) / correction2 + given.eps)
+    if decays and _counts(given.weight_decay):
+        change -= (common.rate * given.weight_decay) * p  # before the Adam update, so of the old weight
     return common.unless_skipped(change), new_m, new_v
 
 
-def _muon(common: _Common, leaves: Sequence[tuple[_Leaf, Matrices]]) -> dict[int, tuple[jax.Array, jax.Array, None]]:
+def _muon(given: OptimNumbers, common: _Common, leaves: Sequence[tuple[_Leaf, Matrices]]
+          ) -> dict[int, tuple[jax.Array, jax.Array, None]]:
     """The change of each array made of matrices, and its new momentum."""
-    optim, muon = common.optim, common.optim.muon
-    rate = common.rate if muon.matrix_lr is None else common.rate * (muon.matrix_lr / optim.lr)
-    decay = optim.weight_decay if muon.matrix_weight_decay is None else muon.matrix_weight_decay
+    muon = common.optim.muon
+    rate = common.rate * given.matrix_rate
     momenta, heading = [], []
     for leaf, _ in leaves:
         g, m = common.clipped(leaf.g), leaf.m.astype(jnp.float32)
-        new_m = m + (1 - muon.momentum) * (g - m)
-        heading.append(g + muon.momentum * (new_m - g) if muon.nesterov else new_m)
+        new_m = m + given.momentum_rest * (g - m)
+        heading.append(g + given.momentum * (new_m - g) if muon.nesterov else new_m)
         momenta.append(common.stored(common.unless_skipped(new_m, m), leaf, 0))
     results = {}
     directions = orthogonalized(heading, [how for _, how in leaves], muon)
     for (leaf, _), direction, momentum in zip(leaves, directions, momenta, strict=True):
         change = -rate * direction
-        if leaf.decays and decay:
-            change -= (rate * decay) * leaf.p
+        if leaf.decays and _counts(given.matrix_decay):
+            change -= (rate * given.matrix_decay) * leaf.p
         results[leaf.index] = common.unless_skipped(change), momentum, None
     return results
 
 
-def _bias_correction(beta: float, t: jax.Array) -> jax.Array:
-    """1 - beta^t, without the cancellation of the literal form for small t and beta near 1."""
-    return jnp.float32(1) if beta == 0 else -jnp.expm1(t * math.log(beta))
+def _counts(factor: float | jax.Array) -> bool:
+    """Whether a term with this factor is computed: not if it is known to be 0."""
+    return not (isinstance(factor, int | float) and factor == 0)
 
 
-def _is_ordinary(value: jax.Array, window: jax.Array, n_recorded: jax.Array, skip: SkipConfig) -> jax.Array:
+def _bias_correction(log_beta: float | jax.Array, t: jax.Array) -> jax.Array:
+    """1 - beta^t, without the cancellation of the literal form for small t and beta near 1; 1 for a beta of 0."""
+    return -jnp.expm1(t * log_beta)
+
+
+def _is_ordinary(value: jax.Array, window: jax.Array, n_recorded: jax.Array,
+                 sigma: float | jax.Array) -> jax.Array:
     """Whether `value` is no upward outlier against the earlier values in `window` (bool scalar)."""
-    valid = (jnp.arange(skip.window) < n_recorded) & jnp.isfinite(window)
+    valid = (jnp.arange(window.size) < n_recorded) & jnp.isfinite(window)
     n = jnp.sum(valid).astype(jnp.float32)
     mean = jnp.sum(jnp.where(valid, window, 0)) / jnp.maximum(n, 1)
     variance = jnp.sum(jnp.where(valid, window - mean, 0) ** 2) / jnp.maximum(n - 1, 1)  # unbiased, as torch.std
-    active = (n_recorded + 1 >= max(2, skip.window // 2)) & (n >= 2)
-    return jnp.isfinite(value) & (~active | (value - mean <= skip.sigma * jnp.sqrt(variance)))
+    active = (n_recorded + 1 >= max(2, window.size // 2)) & (n >= 2)
+    return jnp.isfinite(value) & (~active | (value - mean <= sigma * jnp.sqrt(variance)))
 
 
 def _record(window: jax.Array, n_recorded: jax.Array, value: jax.Array) -> jax.Array:

@@ -1,16 +1,20 @@
-"""What metrics.jsonl says of an update, under OLMo-core's names."""
+"""What metrics.jsonl and a checkpoint say of an update, under OLMo-core's names."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.config.schema import Config
+from maxtext.data.pipeline import Batches
 from maxtext.model.cost import flops_per_token, peak_flops
+from maxtext.train.conditions import conditions
 from maxtext.train.console import host_memory_gib
+from maxtext.train.guard import Skips
 
 Record = dict[str, float]
 
@@ -63,3 +67,9 @@ def router_record(cfg: Config, router: Mapping[str, np.ndarray]) -> Record:
               for name, column in columns.items()}
     overall = {"load imbalance": np.max, "router entropy": np.mean, "dropped assignments (%)": np.mean}
     return record | {f"train/{name}": float(overall.get(name, np.sum)(column)) for name, column in columns.items()}
+
+
+def saved_extra(cfg: Config, mesh: Mesh, batches: Batches, record: Record, skips: Skips) -> dict[str, Any]:
+    """What a checkpoint holds besides the state: where the data stands, and the record of its update."""
+    return {"data": batches.get_state(), "record": record, "seed": cfg.seed, "skips": skips.updates,
+            "conditions": conditions(cfg, mesh)}

@@ -9,11 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxtext.config.schema import Config
+
+
+class Rates(NamedTuple):
+    """The numbers of a schedule, made in float64; a sweep traces them, as it has other ones for each member."""
+
+    peak: float | jax.Array
+    floor: float | jax.Array  # the final rate
+    fall: float | jax.Array  # peak - floor
+    rise: float | jax.Array  # what the warm-up ends at
+    warmup: int | jax.Array  # updates
+    total: int | jax.Array  # update at which the schedule ends
+    span: int | jax.Array  # updates over which the rate falls
+
+
+def rates_of(cfg: Config) -> Rates:
+    """Raises ValueError when the schedule's numbers do not fit together."""
+    _check(cfg)
+    peak = cfg.optim.lr
+    floor = cfg.schedule.min_ratio * peak
+    return Rates(peak, floor, peak - floor, _warmup_end_ratio(cfg) * peak, cfg.schedule.warmup_steps,
+                 cfg.schedule_steps, _decay_span(cfg))
 
 
 def learning_rate(cfg: Config, t: int) -> float:
@@ -34,25 +56,25 @@ def learning_rate(cfg: Config, t: int) -> float:
     return floor + (peak - floor) * _falling(cfg, remaining, math.sin, min)
 
 
-def make_schedule(cfg: Config) -> Callable[[jax.Array | int], jax.Array]:
+def make_schedule(cfg: Config, rates: Rates | None = None) -> Callable[[jax.Array | int], jax.Array]:
     """Return f(t) -> float32 learning rate of update t (int32, 1-based, any shape), for use under jit.
 
     Steps are subtracted as integers and only then turned into a fraction, and the fraction is of what *remains*: so the
     float32 result keeps its relative accuracy at step counts of millions and near a final rate of zero.
+
+    Args:
+      rates: in place of those of `cfg`, whose kind of schedule stays.
     """
-    _check(cfg)
-    schedule, peak, total = cfg.schedule, cfg.optim.lr, cfg.schedule_steps
-    warmup, floor = schedule.warmup_steps, schedule.min_ratio * peak
-    rise = _warmup_end_ratio(cfg) * peak
+    peak, floor, fall, rise, warmup, total, span = rates_of(cfg) if rates is None else rates
 
     def rate(t: jax.Array | int) -> jax.Array:
         step = jnp.asarray(t, jnp.int32)
-        if schedule.kind == "constant":
+        if cfg.schedule.kind == "constant":
             after = jnp.full(step.shape, peak, jnp.float32)
         else:
-            remaining = jnp.maximum(total - step, 0).astype(jnp.float32) / jnp.float32(_decay_span(cfg))
-            after = jnp.float32(floor) + jnp.float32(peak - floor) * _falling(cfg, remaining, jnp.sin, jnp.minimum)
-        if warmup == 0:
+            remaining = jnp.maximum(total - step, 0).astype(jnp.float32) / jnp.float32(span)
+            after = jnp.float32(floor) + jnp.float32(fall) * _falling(cfg, remaining, jnp.sin, jnp.minimum)
+        if isinstance(warmup, int) and warmup == 0:
             return after
         return jnp.where(step < warmup, jnp.float32(rise) * (step.astype(jnp.float32) / jnp.float32(warmup)), after)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -18,8 +18,8 @@ from maxtext.model.matrices import matrices_of
 from maxtext.parallel.host_memory import offloads, on_host
 from maxtext.parallel.sharding import is_param
 from maxtext.parallel.show import tree_text
-from maxtext.train.optim import decay_mask_from_names, make_optimizer
-from maxtext.train.schedule import make_schedule
+from maxtext.train.optim import OptimNumbers, decay_mask_from_names, make_optimizer, optim_numbers
+from maxtext.train.schedule import Rates, make_schedule, rates_of
 
 
 @flax.struct.dataclass
@@ -32,11 +32,26 @@ class TrainState:
     __repr__ = tree_text
 
 
-def optimizer_of(cfg: Config) -> optax.GradientTransformationExtraArgs:
+class Numbers(NamedTuple):
+    """All that enters an update as a number and not as structure: what members of one sweep may differ in."""
+
+    rates: Rates
+    optim: OptimNumbers
+    z_loss: float | jax.Array
+
+
+def numbers_of(cfg: Config) -> Numbers:
+    return Numbers(rates_of(cfg), optim_numbers(cfg), cfg.train.z_loss)
+
+
+def optimizer_of(cfg: Config, numbers: Numbers | None = None) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a run, with `numbers` in place of those of its config."""
+    numbers = numbers_of(cfg) if numbers is None else numbers
     declared = decoder_params(cfg.model)
     decays = decay_mask_from_names(leaf_names(declared), cfg.optim.no_decay)
     trained = jax.tree.map(lambda p: p.trained, declared, is_leaf=is_param)
-    return make_optimizer(cfg, make_schedule(cfg), jax.tree.map(operator.and_, decays, trained), matrices_of(declared))
+    return make_optimizer(cfg, make_schedule(cfg, numbers.rates), jax.tree.map(operator.and_, decays, trained),
+                          matrices_of(declared), numbers.optim)
 
 
 def init_state(cfg: Config) -> TrainState:

@@ -27,20 +27,25 @@ from maxtext.parallel.host_memory import add, working_copy
 from maxtext.parallel.pipeline import row_order, stages
 from maxtext.parallel.sharding import spec
 from maxtext.train.optim import global_norm
-from maxtext.train.state import TrainState, optimizer_of
+from maxtext.train.state import Numbers, TrainState, numbers_of, optimizer_of
 from maxtext.train.virtual_shards import fixed_norm, gradient_of_shards
 
 StepMetrics = dict[str, Any]
 
 
-def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+def make_train_step(cfg: Config, numbers: Numbers | None = None
+                    ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The function `(state, batch) -> (state, metrics)` of one update, not yet jitted.
 
     Metrics are device scalars: cross-entropy, squared log-partition (both means over real targets), gradient norm
     before clipping, learning rate, whether the update was skipped, number of real targets, the batch's fingerprint;
     and of a model with experts `router`, arrays with a leading dim L (see `router_metrics`).
+
+    Args:
+      numbers: in place of those of `cfg`, whose determinism must not be any_mesh.
     """
-    optimizer = optimizer_of(cfg)
+    numbers = numbers_of(cfg) if numbers is None else numbers
+    optimizer = optimizer_of(cfg, numbers)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         targets = batch.weights_BT.sum()
@@ -54,7 +59,7 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, Batch], tuple[TrainSta
             grads, losses, stats = gradient_of_shards(cfg, params, batch, counted)
             norm = fixed_norm(cfg, grads, counted != 0)
         else:
-            grads, losses, stats = batch_gradient(cfg, params, batch, counted)
+            grads, losses, stats = batch_gradient(cfg, params, batch, counted, numbers.z_loss)
             norm = global_norm(grads)
         updates, optimizer_state = optimizer.update(
             grads, state.optimizer, state.params, loss=losses.cross_entropy, grad_norm=norm
@@ -94,17 +99,17 @@ def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetri
     return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
-def batch_gradient(cfg: Config, params: Decoder, batch: Batch,
-                   counted: jax.Array) -> tuple[Decoder, Losses, RouterStats | None]:
+def batch_gradient(cfg: Config, params: Decoder, batch: Batch, counted: jax.Array,
+                   z_loss: float | jax.Array | None = None) -> tuple[Decoder, Losses, RouterStats | None]:
     """Gradient, losses and router statistics of the global batch; `counted` divides the losses.
 
-    They are sums over its micro-batches, in float32.
+    They are sums over its micro-batches, in float32. `z_loss` is as in `mean_loss`.
     """
 
     def of(micro: Batch, prior_LE: jax.Array | None) -> tuple[Decoder, Losses, RouterStats | None]:
         loss = jax.value_and_grad(mean_loss, has_aux=True)
         (_, (losses, stats)), grads = loss(params, micro.tokens_BT, micro.targets_BT, micro.weights_BT, counted, cfg,
-                                           micro.segments_BT, micro.real_B, prior_LE)
+                                           micro.segments_BT, micro.real_B, prior_LE, z_loss)
         return grads, losses, stats
 
     count, moe = cfg.train.gradient_accumulation_steps, cfg.model.moe
