@@ -2,7 +2,10 @@
 
 import contextlib
 import difflib
+import functools
 import logging
+import os
+import sys
 import threading
 from typing import Any
 
@@ -36,6 +39,7 @@ class Orbax:
         self._thread.join()
         import orbax.checkpoint as ocp
 
+        _quieten()
         # No compression: float32 weights shrink by under a tenth, and zstd makes a save about three times slower.
         return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False))
 
@@ -82,6 +86,24 @@ class Orbax:
                 wrap = jax.jit(jax.random.wrap_key_data, static_argnames="impl", out_shardings=wanted[name].sharding)
                 arrays[name] = wrap(arrays[name], impl=leaf.key_impl)
         return arrays
+
+
+@functools.cache
+def _quieten() -> None:
+    """Keeps Orbax's threads from writing pages of stack traces beside the one message that says why a save failed.
+
+    Each of them logs what it met, which `Orbax.finish` raises; and what still comes from the disk finds their event
+    loops closed.
+    """
+    logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname or
+                                        record.levelno != logging.ERROR)
+    shown = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def read_leaf(path: str, name: str) -> np.ndarray:

@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
         return 2
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if options.command == "diff" else 1  # 1 of diff means that two steps differ
 
 
 def _with_step(text: str) -> tuple[str, int | None]:

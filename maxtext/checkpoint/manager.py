@@ -247,7 +247,8 @@ class Checkpoints(SavedSteps):
     def _failed(self, job: _Save, error: Exception) -> None:
         """Log and keep the failure; the room of what this attempt wrote comes back to a full disk."""
         self._failure = CheckpointError(
-            f"step {job.step} was not saved to {job.step_dir}: {arrays.reason(error)}; earlier steps are as they were"
+            f"step {job.step} was not saved to {job.step_dir}: {arrays.reason(error)}; earlier steps are as they were: "
+            f"mend that, and run the same command again"
         )
         self._failure.__cause__ = error
         self._failures, self._failed_at = self._failures + 1, time.monotonic()

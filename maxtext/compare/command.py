@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxtext.config.load import ConfigError, find_config, load
 from maxtext.config.reason import placed
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -93,9 +94,11 @@ def run(argv: list[str]) -> int:
     if args.steps < 1 or not args.bound >= 0:
         print("maxtext compare: --steps takes 1 or more, --bound 0 or more", file=sys.stderr)
         return 2
+    sides = [(args.a, [*args.both, *args.of_a]), (args.b or args.a, [*args.both, *args.of_b])]
     try:
-        a = measured(args.a, [*args.both, *args.of_a], args.steps)
-        b = measured(args.b or args.a, [*args.both, *args.of_b], args.steps)
+        for name, overrides in sides:
+            _check(name, overrides)
+        a, b = (measured(name, overrides, args.steps) for name, overrides in sides)
         rows = compare(a, b)
     except (CompareError, OSError) as error:
         print(placed(error), file=sys.stderr)
@@ -104,6 +107,16 @@ def run(argv: list[str]) -> int:
     sentence, good = verdict(rows, args.bound)
     print(sentence)
     return 0 if good else 1
+
+
+def _check(name: str, overrides: list[str]) -> None:
+    """CompareError for a config that this code cannot read, before anything is measured."""
+    if "@" in name:  # that is for the code of the commit to say
+        return
+    try:
+        load(find_config(name), overrides)
+    except ConfigError as error:
+        raise CompareError(f"{name} {' '.join(overrides)}: {error}") from None
 
 
 def table(rows: list[Row], everything: bool) -> str:

@@ -90,8 +90,12 @@ def tiktoken_file(name: str) -> bytes:
     tiktoken = optional("tiktoken", f"--tokenizer tiktoken:{name}")
     try:
         encoding: Any = tiktoken.get_encoding(name)
-    except Exception as error:  # an unknown name, or one of the many errors of fetching a file
+    except ValueError as error:
         raise DataError(f"--tokenizer tiktoken:{name}: {reason(error)}") from error
+    except Exception as error:  # one of the many errors of fetching a file
+        raise DataError(f"--tokenizer tiktoken:{name}: cannot be fetched ({type(error).__name__}); tiktoken needs the "
+                        "network once: copy its folder TIKTOKEN_CACHE_DIR from a machine that has it, or give a "
+                        "tokenizer.json") from error
     ranks = {base64.b64encode(piece).decode(): rank for piece, rank in encoding._mergeable_ranks.items()}
     return json.dumps({"name": name, "pattern": encoding._pat_str, "special_tokens": encoding._special_tokens,
                        "ranks": ranks}, indent=0).encode()

@@ -121,5 +121,5 @@ def test_diff(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "config: + lr: 1" in out
     assert run(["diff", f"{tmp_path / 'other'}@2", f"{tmp_path / 'other'}@3"]) == 1
     assert "scalar: float32[], 1 of 1 elements differ, by at most 2" in capsys.readouterr().out
-    assert run(["diff", f"{run_dir}@9", str(run_dir)]) == 1
+    assert run(["diff", f"{run_dir}@9", str(run_dir)]) == 2
     assert "holds no good step 9; good steps are [1, 2]" in capsys.readouterr().err

@@ -307,6 +307,8 @@ def test_a_disk_that_is_full_and_then_is_not(tmp_path: Path):
                           capture_output=True, text=True, timeout=120)
     told, *steps = [line for line in done.stdout.splitlines() if line.startswith(("told", "steps"))]
     assert re.search(r"step 2 was not saved to .*step_00000002: .*(File too large|EFBIG)", told), told
+    assert "Traceback" not in done.stderr, "one message says it, not the threads of Orbax"
+    assert done.stderr.count("was not saved to") == 1
     assert steps == ["steps [1]", "steps [3]"]
     assert os.listdir(tmp_path) == ["step_00000003"], "the failed attempt gave its room back"
 
