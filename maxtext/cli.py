@@ -21,6 +21,7 @@ USAGE = """usage: maxtext VERB ...
 
 verbs
   train CONFIG [key=value ...] [--dry-run]   train, or continue, a run
+  sweep CONFIG --over KEY=A,B [--seeds N]    many small runs as one program: every combination of settings and seeds
   launch local CONFIG --workers N [...]      a run on several processes that goes on when some die
   launch ray | gke | slurm CONFIG [...]      a run as a job of Ray Train, of GKE (JobSet, Pathways) or of SLURM
   plan CONFIG --topology CHIP:SHAPE [...]    memory, FLOPs and estimated speed on a machine that is not here
@@ -51,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     verbs: dict[str, Callable[[list[str]], int]] = {
-        "train": train, "launch": _launch, "plan": _plan, "compare": _compare, "config": _config, "data": _data,
-        "checkpoint": _checkpoint, "convert": _convert, "eval": _eval, "generate": _generate, "report": _report,
-        "watch": _watch, "runs": _runs,
+        "train": train, "sweep": _sweep, "launch": _launch, "plan": _plan, "compare": _compare, "config": _config,
+        "data": _data, "checkpoint": _checkpoint, "convert": _convert, "eval": _eval, "generate": _generate,
+        "report": _report, "watch": _watch, "runs": _runs,
     }
     if argv[0] not in verbs:
         import difflib
@@ -210,6 +211,12 @@ def train_text(text: str, listener: Callable[[int, Mapping[str, float]], None]) 
         except ConfigError as error:
             return print_problems(error)
     return _run(cfg, None, listener)
+
+
+def _sweep(argv: list[str]) -> int:
+    from maxtext.sweep.command import run
+
+    return run(argv)
 
 
 def _plan(argv: list[str]) -> int:

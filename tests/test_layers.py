@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "convert": _MODEL | _DATA | {"checkpoint", "convert"},
     "train": _TRAIN,
     "elastic": _TRAIN | {"elastic", "launch"},
+    "sweep": _TRAIN | {"sweep"},
     "plan": _TRAIN | {"plan"},
     "compare": _TRAIN | {"compare"},
     "report": {"config", "report"},

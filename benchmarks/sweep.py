@@ -1,0 +1,86 @@
+"""How long a sweep of tiny members takes, against as many runs one after another: the same runs, on the same machine.
+
+    python benchmarks/sweep.py [--members 16] [--steps 100] [--json FILE] [key=value ...]
+
+Each side is measured as a person meets it: `maxtext sweep`, and `maxtext train` for each member, with the start of its
+process, without a compilation cache; and by its updates alone, from the metrics that it wrote (`time/step (s)`). The
+two sides take turns, some members at a time, so that a change of the machine's load meets both.
+
+The members have 16 learning rates and the model of the tests' twins: 2 layers of width 32 and a vocabulary of 384, 8
+sequences of 32 tokens in a batch, on random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = """\
+model: {{vocab_size: 384, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 64, layer_pattern: [window, full], window: 8}}
+data: {{sequence_length: 32, vocab_size: 384, eos_id: 1, pad_id: 2, sources: {{all: {{paths: [{tokens}]}}}}}}
+optim: {{lr: 1e-2}}
+train: {{steps: {steps}, global_batch: 8, compute_dtype: float32, remat: {{mode: none}}}}
+checkpoint: {{every: null}}
+log: {{every: 1000, tensorboard: false, report: false}}
+output_dir: {folder}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--members", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tokens, config = Path(folder, "tokens.npy"), Path(folder, "tiny.yml")
+        np.random.default_rng(0).integers(3, 384, 1 << 18).astype(np.uint16).tofile(tokens)
+        config.write_text(CONFIG.format(tokens=tokens, steps=args.steps, folder=folder))
+        rates = [f"{0.001 * 1.2**i:.6f}" for i in range(args.members)]
+        half = max(args.members // 2, 1)
+        own = [timed("train", config, f"run_name=own{rate}", f"optim.lr={rate}", *args.overrides)
+               for rate in rates[:half]]
+        together = timed("sweep", config, "run_name=together", *args.overrides, "--over",
+                         f"optim.lr={','.join(rates)}")
+        own += [timed("train", config, f"run_name=own{rate}", f"optim.lr={rate}", *args.overrides)
+                for rate in rates[half:]]
+        own_updates = sum(updates(Path(folder, f"own{rate}")) for rate in rates)
+        sweep_updates = updates(Path(folder, "together", f"lr={rates[0]}"))  # of all members: they share each update
+    found = {"members": args.members, "updates": args.steps, "cpus": os.cpu_count(),
+             "own_seconds": round(sum(own), 2), "sweep_seconds": round(together, 2),
+             "speedup": round(sum(own) / together, 2), "own_update_seconds": round(own_updates, 3),
+             "sweep_update_seconds": round(sweep_updates, 3),
+             "speedup_of_updates": round(own_updates / sweep_updates, 2)}
+    print(json.dumps(found))
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def timed(verb: str, *words: object) -> float:
+    """Seconds of one command, from the start of its process to its end."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": "", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "maxtext.cli", verb, *map(str, words)], env=environment, check=True,
+                   stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def updates(run_dir: Path) -> float:
+    """Seconds of all updates of a run but the first, which warms up."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return sum(record["time/step (s)"] for record in records if record["step"] > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
