@@ -44,6 +44,7 @@ CANNOT_RUN = {
     "maxtext convert verify": _TORCH,
     "maxtext compare quickstart": "takes minutes; tests/compare/test_compare.py runs it on a tiny config",
     "maxtext plan configs/olmo3_7b.yml --topology tpu7x:4x4x4 --search": "compiles for a TPU; tests/plan do so",
+    "maxtext report runs/quickstart --compare": "needs a second run; tests/report/test_full_report.py has three",
     "maxtext launch local CONFIG": "shows the options; tests/elastic runs it",
 }
 

@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from maxtext.config.validate import ConfigError
@@ -40,6 +41,8 @@ def test_a_trace_of_two_updates_changes_no_number_and_is_told(runs: Runs, capsys
     page = Path(write_report(cfg.run_dir)[0]).read_text()
     assert "<h2>Profile <small>updates 3 to 4; 2 devices" in page
     assert found["operations"][0]["name"] in page
+    assert f"<tr><td>jax</td><td class=left>{jax.__version__}</td></tr>" in page, "the environment"
+    assert "<tr><td>mesh</td><td class=left>fsdp 2</td></tr>" in page
 
 
 def test_a_run_that_stops_inside_a_trace_ends_it(runs: Runs):
