@@ -3,8 +3,7 @@
     python benchmarks/sweep.py [--members 16] [--steps 100] [--json FILE] [key=value ...]
 
 Each side is measured as a person meets it: `maxtext sweep`, and `maxtext train` for each member, with the start of its
-process, without a compilation cache; and by its updates alone, from the metrics that it wrote (`time/step (s)`). The
-two sides take turns, some members at a time, so that a change of the machine's load meets both.
+process, without a compilation cache; and by its updates alone, from the metrics that it wrote (`time/step (s)`).
 
 The members have 16 learning rates and the model of the tests' twins: 2 layers of width 32 and a vocabulary of 384, 8
 sequences of 32 tokens in a batch, on random tokens.
@@ -55,10 +54,13 @@ def main() -> int:
         own += [timed("train", config, f"run_name=own{rate}", f"optim.lr={rate}", *args.overrides)
                 for rate in rates[half:]]
         own_updates = sum(updates(Path(folder, f"own{rate}")) for rate in rates)
-        sweep_updates = updates(Path(folder, "together", f"lr={rates[0]}"))  # of all members: they share each update
+        sweep_updates = updates(Path(folder, "together-sweep", f"lr={rates[0]}"))  # that all members share
     found = {"members": args.members, "updates": args.steps, "cpus": os.cpu_count(),
-             "own_seconds": round(sum(own), 2), "sweep_seconds": round(together, 2),
-             "speedup": round(sum(own) / together, 2), "own_update_seconds": round(own_updates, 3),
+             "own_seconds": round(sum(wall for wall, _ in own), 2), "sweep_seconds": round(together[0], 2),
+             "speedup": round(sum(wall for wall, _ in own) / together[0], 2),
+             "own_cpu_seconds": round(sum(cpu for _, cpu in own), 2), "sweep_cpu_seconds": round(together[1], 2),
+             "speedup_of_cpu": round(sum(cpu for _, cpu in own) / together[1], 2),
+             "own_update_seconds": round(own_updates, 3),
              "sweep_update_seconds": round(sweep_updates, 3),
              "speedup_of_updates": round(own_updates / sweep_updates, 2)}
     print(json.dumps(found))
@@ -67,13 +69,15 @@ def main() -> int:
     return 0
 
 
-def timed(verb: str, *words: object) -> float:
-    """Seconds of one command, from the start of its process to its end."""
+def timed(verb: str, *words: object) -> tuple[float, float]:
+    """Wall and CPU seconds of one command, from the start of its process to its end."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": "", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    began = time.perf_counter()
+    began, before = time.perf_counter(), os.times()
     subprocess.run([sys.executable, "-m", "maxtext.cli", verb, *map(str, words)], env=environment, check=True,
                    stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - began, cpu
 
 
 def updates(run_dir: Path) -> float:
