@@ -23,12 +23,12 @@ def campaign(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.one_pass
 def test_the_short_campaign(tmp_path: Path):
-    done = campaign("--trials", "1", "--seed", "3", "--only", "kill", "bit flip", "bit flip in memory", "take-over",
-                    "bad stretch", "--json", str(tmp_path / "results.json"))
+    done = campaign("--trials", "1", "--seed", "3", "--only", "kill in save", "bit flip", "bit flip in memory",
+                    "take-over", "bad stretch", "--json", str(tmp_path / "results.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "5 of 5 trials passed, seed 3"
     assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:-1]] == [
-        "kill", "bit flip", "bit flip in memory", "take-over", "bad stretch"]
+        "kill in save", "bit flip", "bit flip in memory", "take-over", "bad stretch"]
     assert (tmp_path / "results.json").read_text().count('"passed": 1') == 5
 
 
