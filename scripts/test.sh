@@ -37,7 +37,7 @@ if [ "${DATA:-}" = 1 ]; then
   say "adding the libraries of data sources (requirements-data.txt)"
   "$VENV/bin/python" -m pip install --quiet -r requirements-data.txt || die "pip could not install requirements-data.txt" \
     "leave DATA=1 away: the tests that need it are then skipped"
-  needed+=" google_crc32c tensorflow_datasets datasets tiktoken ray"
+  needed+=" google_crc32c tensorflow_datasets datasets tiktoken ray aiohttp"
 fi
 if [ "${TRACKERS:-}" = 1 ]; then
   say "adding experiment trackers (requirements-trackers.txt)"

@@ -21,7 +21,7 @@ NEED = "MAXTEXT_TESTS_NEED"
 SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1", "libtpu": "TPU=1",  # of scripts/test.sh; others: REAL=1
           "mkdocs": "DOCS=1",
           "wandb": "TRACKERS=1", "mlflow": "TRACKERS=1", "chromium": "BROWSER=1",
-          **dict.fromkeys(("google_crc32c", "tensorflow_datasets", "datasets", "tiktoken", "ray"), "DATA=1"),
+          **dict.fromkeys(("google_crc32c", "tensorflow_datasets", "datasets", "tiktoken", "ray", "aiohttp"), "DATA=1"),
           **dict.fromkeys(("pydantic", "nbclient", "jsonschema", "kubernetes_validate", "shellcheck", "hadolint"),
                           "LAUNCH=1")}  # pydantic: of Ray Train
 

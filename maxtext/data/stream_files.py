@@ -131,8 +131,12 @@ class RayRows:
     resumes = "resumes exactly, but reads its pass from the start again"
 
     def __init__(self, files: list[str], kind: str):
+        """Raises DataError: a library is missing."""
         self._ray = optional("ray", "data.stream.kind ray", "ray")
         self._data = optional("ray.data", "data.stream.kind ray", "ray")
+        # Threads of Ray Data import fsspec's HTTP files, all at once: where aiohttp is missing, the import fails in one
+        # of them and others see a broken module, so that now and then local files cannot be read either.
+        optional("aiohttp", "data.stream.kind ray", "ray")
         self._files, self._kind = files, kind
         self._started = not self._ray.is_initialized()
         if self._started:

@@ -82,12 +82,16 @@ def test_refused_with_the_place_or_counted_in_the_budget(run):
     assert (code, texts, manifest["dropped"]["bad"]) == (0, ["plain", "plain again"], 2)
 
 
-def test_policies_are_other_data_sets(run, tmp_path, capsys):
-    assert run("bytes", "drop")[0] == 0
-    (tmp_path / "bytes-drop0").rename(tmp_path / "bytes-strip0")
-    code, _, _, told = run("bytes", "strip")
-    assert code == 2
-    assert "holds a data set made from other texts or options" in told
+def test_policies_are_other_data_sets_even_where_nothing_is_found(tmp_path, capsys):
+    """A stream takes its policy from the folder whose tokenizer it has."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "plain"}) + "\n")
+    words = ["data", "prepare", "--out", str(tmp_path / "out"), "--source", f"a={path}", "--tokenizer", "bytes",
+             "--heldout-fraction", "a=0", "--special-tokens"]
+    assert cli.main([*words, "drop"]) == cli.main([*words, "drop"]) == 0
+    assert load_prepared(tmp_path / "out").special_tokens == "drop"
+    assert cli.main([*words, "strip"]) == 2
+    assert "holds a data set made from other texts or options" in capsys.readouterr().err
 
 
 def test_a_trained_tokenizer_has_its_names_too(tmp_path, capsys):

@@ -31,6 +31,7 @@ STREAM = np.concatenate([[*text.encode(), EOS] for text in TEXTS])  # a pass ove
 @pytest.fixture(scope="module")
 def ray_cluster():
     ray = imported("ray")
+    imported("aiohttp")
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
@@ -96,16 +97,21 @@ def test_a_stream_is_the_documents_in_the_order_of_the_files_pass_after_pass(kin
 
 
 @pytest.mark.parametrize("packing", ["chunk", "padded"])
-def test_stops_at_five_places_and_other_hosts_repeat_and_miss_nothing(kind, files, config, packing):
+def test_stops_at_five_places_and_other_hosts_repeat_and_miss_nothing(kind, files, config, packing, monkeypatch):
+    monkeypatch.setattr("maxtext.data.stream.ENCODE_ROWS", 2)
+    monkeypatch.setattr("maxtext.data.stream.ANCHOR_ROWS", 3)
     cfg = config(kind, files["parquet"], tail="pad", packing=packing, prefetch=2)
     whole, states = read(cfg, 16)
     assert states[-1]["stream"]["epoch"] > 1, "the stops are in several passes"
+    assert any(state["stream"]["anchor"] for state in states) == (kind == "hf"), "Ray Data has no positions"
     for stop, hosts in zip((0, 3, 5, 9, 14), (2, 4, 1, 4, 2), strict=True):
         parts = [read(cfg, 2, states[stop], rows)[0] for rows in hosts_rows(B, hosts)[:2]]
         for place in range(2):
             for host, rows in enumerate(hosts_rows(B, hosts)[:2]):
                 want = jax.tree.map(lambda array, rows=rows: array[rows], whole[stop + place])
                 jax.tree.map(np.testing.assert_array_equal, parts[host][place], want)
+    for stop in range(15) if kind == "hf" else ():  # cheap enough to stop everywhere, before and after its positions
+        assert np.array_equal(tokens_of(read(cfg, 1, states[stop])[0]), whole[stop].tokens_BT)
     again, ends = read(cfg, 2, states[14])
     assert ends[-1] == states[-1]
     assert np.array_equal(tokens_of(again), tokens_of(whole[14:]))
