@@ -162,6 +162,8 @@ def _forward(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: 
     if replicated := tuple(axis for axis in axes.tokens if axis not in axes.width):
         dw_DV = jax.lax.psum(dw_DV, replicated)
     assert dw_DV.shape[0] == rows
+    if platform() == "tpu":  # else its compiler scatters the gradient of w last, and keeps all rows of it until then
+        dx_ND, dw_DV = jax.lax.optimization_barrier((dx_ND, dw_DV))
     return total, losses, (dx_ND, dw_DV)
 
 

@@ -106,7 +106,9 @@ def _forward(plan: _Plan, *arrays: jax.Array | None) -> tuple[jax.Array, tuple]:
         with flops_scope(plan.flops(arrays[0], arrays[2])[0]):
             return jax.vmap(row, in_axes=(0, 0, 0, 0, None))(*arrays)
 
-    out_BNTW, log_z_BNT = untyped(rows)(*arrays)
+    # The kernel writes each log-partition 128 times. What reads the output waits until one of them is cut out, so that
+    # the rest is not kept for the backward pass.
+    out_BNTW, log_z_BNT = jax.lax.optimization_barrier(untyped(rows)(*arrays))
     # Named out here: kept, they spare the backward pass this kernel, and are no larger than the queries.
     out_BNTW, log_z_BNT = checkpoint_name(out_BNTW, SAVED), checkpoint_name(log_z_BNT, SAVED)
     return out_BNTW, (*arrays, out_BNTW, log_z_BNT)

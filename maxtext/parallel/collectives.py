@@ -65,6 +65,12 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def device_kind() -> str:
+    """The kind of device that a program on the current mesh is compiled for, as JAX names it, such as `TPU v5`."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def exchange(x_PR: jax.Array, sent_P: jax.Array | None, came_P: jax.Array | None, axis: str) -> jax.Array:
     """Row p of (P, R, ...) goes to device p of the axis; row p of the result came from there.
 

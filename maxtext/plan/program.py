@@ -160,7 +160,8 @@ def read_program(compiled: Any, mesh: Mesh, trace_seconds: float, compile_second
         if name := kernel_name(run):
             names[name] += run.times
             attention += run.times * (kernel_flops(run) or 0) if is_attention(name) else 0
-    options = [f"{name}={value}" for name, value in compiler_options(mesh.devices.flat[0].platform).items()]
+    device = mesh.devices.flat[0]
+    options = [f"{name}={value}" for name, value in compiler_options(device.platform, device.device_kind).items()]
     # A fusion's line speaks for all inside it; what starts and finishes apart runs on other units.
     timed = [run for run in walk.runs if not run.fused and not run.asynchronous and not is_collective(run)]
     stats = compiled.memory_analysis()

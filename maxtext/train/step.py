@@ -21,7 +21,7 @@ from maxtext.model.decoder import Decoder, by_segment
 from maxtext.model.loss import mean_loss
 from maxtext.model.moe import Moe
 from maxtext.model.router import RouterStats, updated_bias
-from maxtext.parallel.collectives import platform
+from maxtext.parallel.collectives import device_kind, platform
 from maxtext.parallel.compiler import compiler_options
 from maxtext.parallel.host_memory import add, working_copy
 from maxtext.parallel.pipeline import row_order, stages
@@ -95,7 +95,7 @@ def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetri
         state, metrics = update(state, batch)
         return state, metrics if votes is None else metrics | {"vote": votes.max()}
 
-    options = compiler_options(platform(), deterministic=cfg.train.determinism != "none")
+    options = compiler_options(platform(), device_kind(), deterministic=cfg.train.determinism != "none")
     return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 

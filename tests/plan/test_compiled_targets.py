@@ -54,7 +54,7 @@ ROUTED = dataclasses.replace(DENSE, layer_pattern=("full",), window=None, d_mode
 WHOLE_SLICES = ["v5p:4x4x4", "v6e:8x8"]  # over all of whose devices XLA gathers by all-reduces
 
 # Most MiB of temporaries and million cycles of the dense step on four chips: as compiled by libtpu 0.0.50, and a tenth.
-BOUNDS = {"tpu7x:2x2x1": (73, 1.29), "v5p:2x2x1": (34.5, 1.95), "v6e:2x2": (5.3, 1.02)}
+BOUNDS = {"tpu7x:2x2x1": (73, 1.29), "v5p:2x2x1": (54, 1.95), "v6e:2x2": (26, 1.02)}
 
 
 def large_kinds(program: Program) -> set[str]:
@@ -75,11 +75,12 @@ def test_a_dense_step_runs_the_kernels_once_and_gathers_its_weights(topology: st
 
 @pytest.mark.parametrize("topology", WHOLE_SLICES)
 def test_weights_are_gathered_over_a_whole_slice(topology: str):
-    """All-gathers and reduce-scatters, over one part of the slice after the other."""
+    """All-gathers and reduce-scatters, over one part of the slice after the other, and beside the matmuls."""
     cfg = config(dataclasses.replace(DENSE, n_layers=1, d_model=1024, n_heads=8), topology, remat=KEPT)
     program = compiled(cfg, topology)
     assert large_kinds(program) == {"all-gather", "reduce-scatter"}
     assert {row.axes for row in program.traffic if row.kind == "all-gather"} == {"fsdp", "fsdp_inner"}
+    assert all(row.asynchronous for row in program.traffic if row.bytes_sent > 1 << 18)
 
 
 @pytest.mark.parametrize("topology", ["tpu7x:2x2x1", "v5p:2x2x1", "v6e:2x2"])

@@ -3,13 +3,15 @@
 import jax
 import pytest
 
-from maxtext.parallel.compiler import TPU, compiler_options
+from maxtext.parallel.compiler import SPARSE_CORE_KINDS, SPARSE_CORES, TPU, compiler_options
 
 pytestmark = pytest.mark.one_pass
 
 
 def test_options_are_those_of_the_platform():
     assert compiler_options("tpu") == TPU
+    assert compiler_options("tpu", "TPU7x") == compiler_options("tpu", "TPU v5 lite") == TPU
+    assert all(compiler_options("tpu", kind) == TPU | SPARSE_CORES for kind in SPARSE_CORE_KINDS)
     assert compiler_options("cpu") == compiler_options("gpu") == {}
 
 
