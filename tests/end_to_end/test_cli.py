@@ -246,8 +246,8 @@ def test_a_loss_that_is_not_finite_exits_3(done):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["trian"], "maxtext: unknown verb 'trian'; did you mean 'train'? The verbs are train, launch, plan, compare, "),
-    (["xyz"], "maxtext: unknown verb 'xyz'. The verbs are train, launch, plan, compare, "),
+    (["trian"], "maxtext: unknown verb 'trian'; did you mean 'train'? The verbs are train, sweep, launch, plan, "),
+    (["xyz"], "maxtext: unknown verb 'xyz'. The verbs are train, sweep, launch, plan, "),
     (["train", "quikstart"], "quikstart: no such config (looked for quikstart, "),
 ])
 def test_a_wrong_command_names_the_near_one(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
