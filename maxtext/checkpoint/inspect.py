@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from maxtext.checkpoint import diff, manifest, upkeep
+from maxtext.checkpoint import manifest, upkeep
 from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry
 from maxtext.config.reason import placed
 
@@ -30,6 +30,8 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         if options.command == "diff":
+            from maxtext.checkpoint import diff  # with numpy, which nothing else here needs
+
             (first, a), (second, b) = _with_step(options.first), _with_step(options.second)
             return diff.run((_checkpoints(first), _checkpoints(second)), (a, b))
         directory = _checkpoints(options.directory)

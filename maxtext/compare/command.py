@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from maxtext.config.load import ConfigError, find_config, load
 from maxtext.config.reason import placed
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PROJECT = Path(__file__).resolve().parents[2]
 GROUPS = ("layer", "logits", "gradient", "update", "weight")
@@ -39,6 +41,8 @@ def compare(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> list[Row]:
 
     Raises CompareError when they have unlike names or shapes, such as those of unlike models.
     """
+    import numpy as np  # here and below, so that --help does without
+
     shapes_a, shapes_b = ({name: array.shape for name, array in side.items()} for side in (a, b))
     if shapes_a != shapes_b:
         unlike = sorted({name for name, _ in shapes_a.items() ^ shapes_b.items()})
@@ -68,7 +72,7 @@ def verdict(rows: list[Row], bound: float) -> tuple[str, bool]:
 
 
 def _distance(row: Row) -> float:
-    return row.relative if np.isfinite(row.relative) else np.inf
+    return row.relative if math.isfinite(row.relative) else math.inf
 
 
 def run(argv: list[str]) -> int:
@@ -133,6 +137,8 @@ def table(rows: list[Row], everything: bool) -> str:
 
 def measured(name: str, overrides: list[str], steps: int) -> dict[str, np.ndarray]:
     """Measures one side in a process of its own. Raises CompareError with what it said when it fails."""
+    import numpy as np
+
     config, _, commit = name.partition("@")
     with ExitStack() as held:
         code = held.enter_context(_checkout(commit)) if commit else PROJECT

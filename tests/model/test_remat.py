@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext.config.load import load
 from maxtext.config.schema import DEFAULT_EXECUTION, REMAT_PRESETS, ModelConfig, RematConfig
 from maxtext.model.cost import kept_values
 from maxtext.model.decoder import block_forward, make_context, rematerialised
@@ -55,20 +52,3 @@ def test_presets_keep_less_and_less_on_the_devices():
 
     assert here("none") > here("minimal") > here("balanced") > here("full") > here("offload") == 0
     assert kept_values(MODEL, RematConfig("offload"))[1] == here("balanced")
-
-
-def test_the_page_says_what_olmo3_7b_keeps():
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
-    model = load("olmo3_7b").model
-
-    def said(row: str) -> list[int]:
-        found = re.search(rf"^\| `{row}` \|(.*)\|$", page.split("What a layer keeps")[1], re.MULTILINE)
-        assert found, row
-        return [int(cell.replace(",", "")) for cell in found[1].split("|") if re.fullmatch(r" [\d,]+ ", cell)]
-
-    for mode in ("none", "full", *REMAT_PRESETS):
-        assert said(mode) == [2 * values for values in kept_values(model, RematConfig(mode))], mode
-    for name in REMAT_PRESETS["minimal"][0]:
-        alone = kept_values(model, RematConfig("names", (name,)))[0] - model.d_model
-        assert said(name) == [2 * alone], name
-    assert said("block") == [2 * model.d_model]
