@@ -29,7 +29,7 @@ GPU_DETERMINISTIC = {
 }
 
 
-def compiler_options(platform: str, kind: str = "", deterministic: bool = False) -> dict[str, str]:
+def compiler_options(platform: str, kind: str, deterministic: bool = False) -> dict[str, str]:
     """Options for a platform and a kind of device, without those that LIBTPU_INIT_ARGS sets: what users ask for stands.
 
     Args:

@@ -22,10 +22,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from maxtext.config.schema import Config
 from maxtext.config.validate import AXES
 from maxtext.data.batch import Batch
-from maxtext.parallel.compiler import compiler_options
 from maxtext.parallel.sharding import spec
 from maxtext.train.state import Numbers, TrainState, numbers_of
-from maxtext.train.step import StepMetrics, make_train_step
+from maxtext.train.step import StepMetrics, make_train_step, step_options
 
 MEMBERS = "members"  # the mesh axis that members are shared out over
 PyTree = Any
@@ -94,10 +93,9 @@ class Program:
             over = PartitionSpec(MEMBERS)
             update = jax.shard_map(update, in_specs=(over, over, PartitionSpec()), out_specs=over,
                                    axis_names={MEMBERS}, check_vma=False)
-        platform = self.mesh.devices.flat[0].platform
         numbers = self._numbers()
         with jax.set_mesh(self._program_mesh):
-            step = jax.jit(update, donate_argnums=0, compiler_options=compiler_options(platform))
+            step = jax.jit(update, donate_argnums=0, compiler_options=step_options(structure))
             compiled = step.lower(states, numbers, batch).compile()
         return lambda states, batch: compiled(states, numbers, batch)
 

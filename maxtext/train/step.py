@@ -95,8 +95,12 @@ def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetri
         state, metrics = update(state, batch)
         return state, metrics if votes is None else metrics | {"vote": votes.max()}
 
-    options = compiler_options(platform(), device_kind(), deterministic=cfg.train.determinism != "none")
-    return jax.jit(step, donate_argnums=0, compiler_options=options)
+    return jax.jit(step, donate_argnums=0, compiler_options=step_options(cfg))
+
+
+def step_options(cfg: Config) -> dict[str, str]:
+    """The compiler's options for the step of a run on the current mesh."""
+    return compiler_options(platform(), device_kind(), deterministic=cfg.train.determinism != "none")
 
 
 def batch_gradient(cfg: Config, params: Decoder, batch: Batch, counted: jax.Array,
