@@ -121,7 +121,7 @@ def preparation(folder: Path) -> dict[str, dict[str, float]]:
         found[name]["all"] = round(n_tokens / statistics.median(both))
         ratios = [library / ours for library, ours in zip(own["library"], both, strict=True)]
         found[name]["of the library"] = round(statistics.median(ratios), 3)
-        found[name]["of the library, lowest"], found[name]["of the library, highest"] = min(ratios), max(ratios)
+        found[name] |= {f"of the library, {which.__name__}": round(which(ratios), 3) for which in (min, max)}
     return found
 
 

@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,3 @@ def _cut_after(writes: int) -> Iterator[None]:
         pass
     finally:
         tiers.os.pwrite = write
-
-
-Harm = Callable[..., list[str]]

@@ -14,7 +14,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 DEVICES, STEPS, EVERY, INSTANCES = 4, 24, 4, 600
-HANG_SECONDS = 240.0  # seconds after which a process hangs, also on a loaded machine
+HANG_SECONDS = 240.0
+IDLE = 0.02  # of one core: a process that uses less for so long hangs; one that is starved of the CPU uses more
 CONFIG = """\
 model: {{vocab_size: 256, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 64, layer_pattern: [window, full], window: 8}}
 data: {{vocab_size: 200, eos_id: 1, pad_id: 2, sequence_length: 32, sources: {{all: {{paths: [{tokens}]}}}}}}
@@ -101,8 +102,7 @@ class Ground:
         process.start()
         theirs.close()
         try:
-            if not ours.poll(seconds):
-                raise Failed(f"{function.__name__} hung for {seconds:g} s")
+            _outlast(process, ours.poll, function.__name__, seconds)
             return ours.recv()
         except EOFError:
             raise Failed(f"{function.__name__} ended without an answer: {Path(log).read_text()[-2000:]}") from None
@@ -111,13 +111,18 @@ class Ground:
             process.join()
 
     def end(self, process: Any, name: str, seconds: float = HANG_SECONDS) -> Ended:
-        """Waits for a process; Failed when it hangs."""
+        """Waits for a process; Failed when it hangs for so long."""
+        def ended(pause: float) -> bool:
+            process.join(pause)
+            return process.exitcode is not None
+
         began = time.monotonic()
-        process.join(seconds)
-        if process.exitcode is None:
+        try:
+            _outlast(process, ended, name, seconds)
+        except Failed:
             process.kill()
             process.join()
-            raise Failed(f"{name} hung for {seconds:g} s")
+            raise
         log = (self.folder / "logs" / f"{name}.txt").read_text()
         return Ended(process.exitcode, log, time.monotonic() - began)
 
@@ -173,6 +178,31 @@ class Ground:
             return [], 0
         skipped = sum(bool(record.get("optim/step skipped")) for record in run.records)
         return found.recoveries, skipped + max((e["updates"] for e in run.events if e["event"] == "lost"), default=0)
+
+
+def _outlast(process: Any, ended: Callable[[float], bool], name: str, seconds: float) -> None:
+    """Waits until `ended` (given a pause to wait) is true, for as long as the process computes.
+
+    Failed when it has been all but idle for so many seconds, or has used DEVICES times as many of the CPU.
+    """
+    used, since = 0.0, time.monotonic()
+    while not ended(min(1.0, seconds / 4)):
+        spent = _cpu_seconds(process.pid)
+        if spent - used > IDLE * seconds:
+            used, since = spent, time.monotonic()
+        if time.monotonic() - since > seconds:
+            raise Failed(f"{name} hung for {seconds:g} s")
+        if spent > DEVICES * seconds:
+            raise Failed(f"{name} came to no end in {spent:.0f} s of CPU time")
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of all threads of a process; 0 once it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime, proc_pid_stat(5)
 
 
 def saved_bits(run_dir: Path, step: int) -> dict[str, tuple[str, bytes]]:

@@ -31,6 +31,7 @@ from maxtext.checkpoint import arrays, lease, manager, manifest, tiers, upkeep
 from maxtext.data import DataError, pipeline, reader
 from maxtext.data.journal import Journal
 from maxtext.elastic.attempt import ElasticAttendance
+from maxtext.elastic.supervisor import Supervisor
 from maxtext.elastic.worker import Worker
 from maxtext.train import lock, loop, optim, step, watchdog
 from maxtext.train.corruption import Comparison
@@ -75,7 +76,13 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
         action(*given, **named)
         return original(*given, **named)
 
-    setattr(owner, name, wrapped)
+    instead(owner, name, wrapped)
+
+
+def instead(owner: Any, name: str, other: Any) -> None:
+    """Puts something else in the place of a name. AttributeError when nothing has this name (any more)."""
+    getattr(owner, name)
+    setattr(owner, name, other)
 
 
 def after_update(update: int, action: Callable[[], None]) -> None:
@@ -87,7 +94,7 @@ def after_update(update: int, action: Callable[[], None]) -> None:
         if step == update:
             action()
 
-    MetricsWriter.write = wrapped  # type: ignore[method-assign]
+    instead(MetricsWriter, "write", wrapped)
 
 
 def around_step(run: Callable[[Any, Any, Any], Any]) -> None:
@@ -99,7 +106,7 @@ def around_step(run: Callable[[Any, Any, Any], Any]) -> None:
         return SimpleNamespace(lower=lambda *given: SimpleNamespace(
             compile=lambda: functools.partial(run, step.lower(*given).compile())))
 
-    loop.compile_train_step = changed
+    instead(loop, "compile_train_step", changed)
 
 
 def die() -> None:
@@ -133,7 +140,7 @@ def die_after_decision() -> None:
 def quick_retry() -> None:
     """A failed save is tried again in the next update, not seconds later."""
     if manager._RETRY_SECONDS[0] < 1e6:
-        manager._RETRY_SECONDS = (0.0, 0.0)
+        instead(manager, "_RETRY_SECONDS", (0.0, 0.0))
 
 
 def die_in_save(number: int, point: str) -> None:
@@ -184,7 +191,7 @@ def lying_disk(update: int) -> None:
             flip_bit(max((os.path.join(folder, name) for folder, _, names in os.walk(step_dir) for name in names),
                          key=os.path.getsize), 0.5, 3)
 
-    manifest.commit = rot
+    instead(manifest, "commit", rot)
 
 
 def slow_store(seconds: float) -> None:
@@ -207,7 +214,7 @@ def stall(update: int, seconds: float) -> None:
             time.sleep(seconds)
         return take(self)
 
-    pipeline.Batches.__next__ = wrapped  # type: ignore[method-assign]
+    instead(pipeline.Batches, "__next__", wrapped)
 
 
 def bad_instances(numbers: Sequence[int], how: str) -> None:
@@ -222,7 +229,7 @@ def bad_instances(numbers: Sequence[int], how: str) -> None:
         tokens[bad] = np.iinfo(tokens.dtype).max
         return tokens
 
-    reader.InstanceReader.read = wrapped  # type: ignore[method-assign]
+    instead(reader.InstanceReader, "read", wrapped)
 
 
 def spoilt_batches(numbers: Sequence[int], how: str) -> None:
@@ -243,7 +250,7 @@ def spoilt_batches(numbers: Sequence[int], how: str) -> None:
             batch = batch.replace(weights_BT=weights)
         return compiled(state, batch)
 
-    pipeline.Batches.__next__ = wrapped  # type: ignore[method-assign]
+    instead(pipeline.Batches, "__next__", wrapped)
     around_step(run)
 
 
@@ -279,7 +286,7 @@ def signals(update: int, number: int, times: int, where: str) -> None:
 
 def known_decisions() -> None:
     """A new run takes over the journal that stands in its folder."""
-    Journal.forget = lambda self: None  # type: ignore[method-assign]
+    instead(Journal, "forget", lambda self: None)
 
 
 def clock_jump(update: int, hours: float) -> None:
@@ -290,11 +297,11 @@ def clock_jump(update: int, hours: float) -> None:
 
 def other_machine(name: str, patience: float) -> None:
     """The process looks as if it ran on another machine: file locks do not reach there."""
-    lease._machine = lambda: name
-    lease.BEAT_SECONDS = patience / 5
+    instead(lease, "this_machine", lambda: name)
+    instead(lease, "BEAT_SECONDS", patience / 5)
     acquire = lease.acquire
-    lease.acquire = lambda *given, **named: acquire(*given, **named | {"patience": patience})
-    lock._lock = lambda *given: False
+    instead(lease, "acquire", lambda *given, **named: acquire(*given, **named | {"patience": patience}))
+    instead(lock, "_lock", lambda *given: False)
 
 
 FAULTS: dict[str, Callable[..., None]] = {fault.__name__: fault for fault in (
@@ -307,75 +314,79 @@ FAULTS: dict[str, Callable[..., None]] = {fault.__name__: fault for fault in (
 
 
 def _no_fence() -> None:
-    lease.Fence.refusal = lambda *given: None  # type: ignore[method-assign]
-    lease.Lease.check = lambda self: None  # type: ignore[method-assign]
-    lease.Lease.refuse_if_late = lambda self: None  # type: ignore[method-assign]
+    instead(lease.Fence, "refusal", lambda *given: None)
+    instead(lease.Lease, "check", lambda self: None)
+    instead(lease.Lease, "refuse_if_late", lambda self: None)
 
 
 def _no_lock() -> None:
-    loop.Attendance.lock = lambda self, run_dir: contextlib.nullcontext()  # type: ignore[method-assign]
+    instead(loop.Attendance, "lock", lambda self, run_dir: contextlib.nullcontext())
 
 
 def _no_masks() -> None:
-    pipeline.Batches._without_bad = lambda self, rows, ids: (rows, None)  # type: ignore[method-assign]
+    instead(pipeline.Batches, "_without_bad", lambda self, rows, ids: (rows, None))
 
 
 def _no_retry() -> None:
-    manager._RETRY_SECONDS = (1e9, 1e9)
+    instead(manager, "_RETRY_SECONDS", (1e9, 1e9))
 
 
 def _no_journal() -> None:
-    Journal._write = lambda self, entry: None  # type: ignore[method-assign]
-    Journal.state = lambda self: {}  # type: ignore[method-assign]
+    instead(Journal, "_write", lambda self, entry: None)
+    instead(Journal, "state", lambda self: {})
 
 
 def _no_skips() -> None:
-    optim._is_ordinary = lambda *given: jnp.bool_(True)
+    instead(optim, "_is_ordinary", lambda *given: jnp.bool_(True))
 
 
 def _no_watchdog() -> None:
-    watchdog.Watchdog._limit = lambda self, phase: 1e9  # type: ignore[method-assign]
+    instead(watchdog.Watchdog, "_limit", lambda self, phase: 1e9)
 
 
 def _no_comparison() -> None:
-    Comparison.__call__ = lambda self, state, batch: None  # type: ignore[method-assign]
+    instead(Comparison, "__call__", lambda self, state, batch: None)
 
 
 def _no_hashes() -> None:
-    manifest.check_files = lambda *given: None
+    instead(manifest, "check_files", lambda *given: None)
 
 
 def _no_fingerprints() -> None:
-    manager.integrity.tree_fingerprints = lambda state: {}
+    instead(manager.integrity, "tree_fingerprints", lambda state: {})
 
 
 def _no_block_hashes() -> None:
-    tiers._digest = lambda data: ""
+    instead(tiers, "_digest", lambda data: "")
 
 
 def _no_fixed_sums() -> None:
     """Sums are in the order that each mesh gives, under the name of a promise that they are not."""
-    step.gradient_of_shards = step.batch_gradient
+    instead(step, "gradient_of_shards", step.batch_gradient)
 
 
 def _no_supervisor() -> None:
-    Worker._look_for_supervisor = lambda self: None  # type: ignore[method-assign]
+    instead(Worker, "_look_for_supervisor", lambda self: None)
+
+
+def _no_beats() -> None:
+    instead(Supervisor, "_watch", lambda self: None)
 
 
 def _no_stop() -> None:
-    Stopper._receive = lambda *given: None  # type: ignore[method-assign]
+    instead(Stopper, "_receive", lambda *given: None)
 
 
 def _no_config_check() -> None:
-    loop.check_same_run = lambda *given: None
-    pipeline.Batches._identity = lambda self: {}  # type: ignore[method-assign]
+    instead(loop, "check_same_run", lambda *given: None)
+    instead(pipeline.Batches, "_identity", lambda self: {})
 
 
 GUARDS: dict[str, Callable[[], None]] = {
     "fence": _no_fence, "lock": _no_lock, "masks": _no_masks, "retry": _no_retry, "journal": _no_journal,
     "skips": _no_skips, "watchdog": _no_watchdog, "comparison": _no_comparison, "hashes": _no_hashes,
     "fingerprints": _no_fingerprints, "stop": _no_stop, "config": _no_config_check,
-    "block hashes": _no_block_hashes, "fixed sums": _no_fixed_sums, "supervisor": _no_supervisor}
+    "block hashes": _no_block_hashes, "fixed sums": _no_fixed_sums, "supervisor": _no_supervisor, "beats": _no_beats}
 
 
 # ---- pieces of faults

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fault_ground import Row, Trial
-from benchmarks.measured_page import RELIABILITY, marks
+from benchmarks.measured_page import RELIABILITY
 
 KEPT = RELIABILITY.with_name("faults.json")
-MARKS = marks("faults", "faults.py")
+MARK = "faults: written by python benchmarks/faults.py"
 COLUMNS = ("row", "fault", "trials", "passed", "to the next update, p50 s", "p99 s", "updates done again, at most")
 
 
@@ -37,7 +37,7 @@ class Results:
 
     def missing(self, row: Row, trials: int) -> list[tuple[int, int]]:
         """The runs of a row that are not done, as (number, how many faults it injects)."""
-        found, number = [], 0
+        found = []
         for number, start in enumerate(range(0, trials, row.at_once)):
             faults = min(row.at_once, trials - start)
             if self.runs(row.name).get(str(number), {"trials": 0})["trials"] != faults:

@@ -30,20 +30,25 @@ def launch(arguments: Sequence[str], without: Sequence[str]) -> int:
     from maxtext import cli
     from maxtext.elastic import supervisor
 
+    _switch_off(without)
     command = (sys.executable, str(Path(__file__).resolve()))
     supervisor.Supervisor = functools.partial(supervisor.Supervisor, command=command)  # type: ignore[misc,assignment]
-    if "beats" in without:
-        original = supervisor.Supervisor
-        original.func._watch = lambda self: None  # type: ignore[attr-defined]
     return cli.main(list(arguments))
+
+
+def _switch_off(guards: Sequence[str]) -> None:
+    if guards:  # else the supervisor goes without JAX, as it is
+        from benchmarks import fault_injection
+
+        for guard in guards:
+            fault_injection.GUARDS[guard]()
 
 
 def work(seconds: float, without: Sequence[str]) -> None:
     from benchmarks import fault_injection
     from maxtext.elastic import worker
 
-    for guard in without:
-        fault_injection.GUARDS.get(guard, lambda: None)()
+    _switch_off(without)
     fault_injection.slow_updates(seconds)
     worker.main()
 

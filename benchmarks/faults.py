@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fault_elastic import ELASTIC_ROWS
 from benchmarks.fault_ground import Failed, Ground, Row, Trial, prepare_environment
-from benchmarks.fault_results import KEPT, MARKS, Results, summary, table
+from benchmarks.fault_results import KEPT, MARK, Results, summary, table
 from benchmarks.fault_rows import ROWS as PLAIN_ROWS
 from benchmarks.measured_page import RELIABILITY, write_page
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{passed} of {trials} trials passed, seed {seed}" + (
         f", without {options.without}" if options.without else ""))
     if path == KEPT:
-        write_page(RELIABILITY, MARKS, table(results.kept, ROWS))
+        write_page(RELIABILITY, MARK, table(results.kept, ROWS))
     return 0 if good else 1
 
 

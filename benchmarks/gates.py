@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.tables import put
+from benchmarks.measured_page import write_page
 from maxtext.compare.command import GROUPS, Row, compare, measured
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -132,7 +132,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def write(page: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Puts the table between the marks of a page."""
-    put(page, "gates: written by python benchmarks/gates.py", table(results))
+    write_page(page, "gates: written by python benchmarks/gates.py", table(results))
 
 
 if __name__ == "__main__":

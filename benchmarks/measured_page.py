@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-RELIABILITY = ROOT / "docs" / "reliability.md"
+RELIABILITY = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
 
 
-def marks(name: str, script: str) -> tuple[str, str]:
-    """The lines between which the page holds what a script writes."""
-    return f"<!-- {name}: written by python benchmarks/{script} -->", f"<!-- {name}: end -->"
+def write_page(page: Path, mark: str, text: str) -> None:
+    """Puts text between `<!-- MARK -->` and `<!-- NAME: end -->`, where NAME is the mark up to its colon.
 
-
-def write_page(page: Path, between: tuple[str, str], text: str) -> None:
-    """Replaces what stands between the marks. AssertionError when the page has none."""
-    begin, end = between
-    before, _, rest = page.read_text().partition(begin)
-    assert end in rest, f"{page} has no {begin}"
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}")
+    Raises:
+      ValueError: the page does not have each of the two marks once.
+    """
+    begin, end = f"<!-- {mark} -->\n", f"<!-- {mark.partition(':')[0]}: end -->"
+    whole = page.read_text()
+    if whole.count(begin) != 1 or whole.count(end) != 1:
+        raise ValueError(f"{page}: {begin.strip()} and {end} must each stand there once")
+    before, rest = whole.split(begin)
+    page.write_text(f"{before}{begin}\n{text}\n\n{end}{rest.split(end)[1]}")

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.tables import put
+from benchmarks.measured_page import write_page
 
 HERE = Path(__file__).resolve().parent
 OURS, TORCH, OLMO_CORE, MAXTEXT = "ours", "torch.compile", "OLMo-core", "MaxText"
@@ -80,7 +80,7 @@ def main() -> None:
     pythons = {OURS: sys.executable} | {
         name: python for name, python in ((TORCH, args.torch), (OLMO_CORE, args.olmo_core), (MAXTEXT, args.maxtext))
         if python is not None}
-    runs = []
+    runs, load = [], os.getloadavg()[0]
     for _ in range(args.rounds):
         for name in args.only:
             for trainer in WORKLOADS[name].steps:
@@ -89,14 +89,16 @@ def main() -> None:
                     print(json.dumps(runs[-1]._asdict()), flush=True)
     print("\n".join(table(runs)))
     if args.write:
-        keep(DOCS, runs)
+        keep(DOCS, runs, load)
 
 
-def keep(docs: Path, runs: Sequence[Run]) -> None:
-    """Puts runs in place of those of the same models in peers.json, with where they ran, and writes the page anew."""
+def keep(docs: Path, runs: Sequence[Run], load: float) -> None:
+    """Puts runs in place of those of the same models in peers.json, with where they ran, and writes the page anew.
+
+    `load` is the machine's load average before the first of them.
+    """
     file = docs / "peers.json"
     kept = json.loads(file.read_text()) if file.exists() else {"models": {}}
-    load = os.getloadavg()[2]
     for name in dict.fromkeys(run.workload for run in runs):
         kept["models"][name] = {
             "measured": datetime.date.today().isoformat(), "machine": processor(), "cores": os.cpu_count(),
@@ -117,10 +119,10 @@ def processor() -> str:
 
 
 def recorded(docs: Path) -> tuple[list[Run], list[dict[str, Any]]]:
-    """The runs of peers.json, and what is said of each model's runs."""
+    """The runs of peers.json, and what is said of each model's."""
     models = json.loads((docs / "peers.json").read_text())["models"]
     runs = [Run(name, run["trainer"], run["figures"]) for name, model in models.items() for run in model["runs"]]
-    return runs, [model | {"label": WORKLOADS[name].label} for name, model in models.items()]
+    return runs, [*models.values()]
 
 
 def write(docs: Path) -> None:
@@ -129,9 +131,9 @@ def write(docs: Path) -> None:
     said = dict.fromkeys(f"{model['measured']}, {model['cores']} cores of {model['machine']}" for model in models)
     versions = {name: f"{name} {number}" for run in runs for name, number in run.figures.items()
                 if name in ("jax", "torch", "transformers", "ai2-olmo-core", "maxtext")}
-    put(docs / "comparison.md", f"peers: {WRITTEN}",
-        "\n".join([*table(runs), "", f"Measured {'; '.join(said)}; {', '.join(versions.values())}."]))
-    put(docs / "comparison.md", f"compiled: {WRITTEN}", "\n".join(compiled(docs)))
+    write_page(docs / "comparison.md", f"peers: {WRITTEN}",
+               "\n".join([*table(runs), "", f"Measured {'; '.join(said)}; {', '.join(versions.values())}."]))
+    write_page(docs / "comparison.md", f"compiled: {WRITTEN}", "\n".join(compiled(docs)))
 
 
 def compiled(docs: Path) -> list[str]:

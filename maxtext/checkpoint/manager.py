@@ -289,6 +289,7 @@ class Checkpoints(SavedSteps):
         for aside in upkeep.set_aside_after(self.directory, step):
             log.warning("%s: set aside, the run has gone back to step %d", self._path(aside), step)
 
+
 def _join_at_exit(checkpoints: "weakref.ref[Checkpoints]") -> None:
     if (alive := checkpoints()) is not None:
         alive.join()

@@ -87,6 +87,8 @@ class RememberingAttendance(Attendance):
         return Restored(found.id.step, found.state, found.extra, found.extra["config"], found.extra["versions"])
 
     def ended(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.wait()  # else it would be written after what is removed here
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _told(self, text: str) -> None:

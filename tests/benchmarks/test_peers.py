@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peers
+from benchmarks.measured_page import write_page
 from benchmarks.peers import CPU_SPEED, MAXTEXT, MEMORY, OLMO_CORE, OURS, SPEED, START, TORCH, Run, Workload
-from benchmarks.tables import put
 
 
 def figures(speed: float, cpu_speed: float, **more: float) -> dict[str, float]:
@@ -83,10 +83,11 @@ def test_the_page_is_written_from_what_was_measured(docs: Path):
 
 def test_new_runs_take_the_place_of_those_of_their_model(docs: Path):
     before = json.loads((docs / "peers.json").read_text())
-    peers.keep(docs, [Run("8192", OURS, figures(3000, 2000)), Run("8192", MAXTEXT, figures(1500, 800))])
+    peers.keep(docs, [Run("8192", OURS, figures(3000, 2000)), Run("8192", MAXTEXT, figures(1500, 800))], 0.14)
     after = json.loads((docs / "peers.json").read_text())
     assert list(after["models"]) == list(before["models"]) == list(peers.WORKLOADS)
     assert [run["trainer"] for run in after["models"]["8192"]["runs"]] == [OURS, MAXTEXT]
+    assert after["models"]["8192"]["load before"] == 0.1
     assert after["models"]["experts"] == before["models"]["experts"]
     assert after["compiled"] == before["compiled"]
     page = (docs / "comparison.md").read_text()
@@ -105,6 +106,6 @@ def test_a_page_without_the_marks_is_refused(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("<!-- peers: by hand -->\n<!-- peers: end -->\n")
     with pytest.raises(ValueError, match="must each stand there once"):
-        put(page, "peers: written", "x")
-    put(page, "peers: by hand", "| a |")
+        write_page(page, "peers: written", "x")
+    write_page(page, "peers: by hand", "| a |")
     assert page.read_text() == "<!-- peers: by hand -->\n\n| a |\n\n<!-- peers: end -->\n"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import jax
 import pytest
 
 from benchmarks.fault_injection import flip_bit
+from maxtext.checkpoint import tiers
 from maxtext.checkpoint.tiers import memory_folder, memory_prefix
 from maxtext.train.loop import train
 from maxtext.train.metrics import MetricsWriter
@@ -69,6 +72,23 @@ def test_a_damaged_snapshot_is_named_and_the_disk_taken(runs: Runs, monkeypatch,
     said = went_on(runs, capsys)
     assert "from update 4 of 12" in said
     assert "are not those that were written" in said
+
+
+def test_a_snapshot_under_way_does_not_outlive_the_run(runs: Runs, monkeypatch, capsys):
+    write = tiers.write_slot
+
+    def slow(*given):
+        time.sleep(1.5)
+        write(*given)
+
+    monkeypatch.setattr(tiers, "write_slot", slow)
+    cfg = runs.config("run", *COMMON, "checkpoint.snapshots=true", "checkpoint.snapshot_every=11")
+    train(cfg, devices=DEVICES)
+    for thread in threading.enumerate():
+        if thread.name.startswith("snapshot "):
+            thread.join()
+    assert not list(Path(memory_folder()).glob(f"{memory_prefix(cfg.run_dir)}*"))
+    assert "no snapshot" not in capsys.readouterr().err
 
 
 def test_a_run_that_was_removed_and_begun_anew_finds_none(runs: Runs, monkeypatch, capsys):
