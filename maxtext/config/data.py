@@ -54,7 +54,7 @@ class StreamConfig:
 
     kind: StreamKind = field("hf = Hugging Face datasets (maxtext[datasets]); ray = Ray Data (maxtext[ray]); none = "
                              "data.sources.", "none")
-    paths: tuple[str, ...] = field("Files (or globs, sorted by name): all .parquet, or all .jsonl (.gz, .zst).", ())
+    paths: tuple[str, ...] = field("Files (or globs, sorted by name): all .parquet, or all .jsonl (.gz).", ())
     key: str = field("Column of the text, or of lists of ids.", "text")
     tokenizer: str | None = field("A tokenizer's file; null: that of data.prepared.", None)
     tail: Tail = field("At the end of the files, when less than a batch is left: drop = left out; pad = filled up with "

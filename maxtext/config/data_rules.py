@@ -57,7 +57,8 @@ def _stream(cfg: Config) -> Iterator[Problem]:
         yield "data.packing", (f"data.packing {data.packing} must know all documents, but a stream is read once, in "
                                "order; write chunk or padded")
     for name, why in (("max_target_sequence_length", "cuts files into blocks"), ("workers", "are of token files"),
-                      ("packing_seed", "permutes files"), ("document_boundaries", "are of token files")):
+                      ("packing_seed", "permutes files"), ("document_boundaries", "are of token files"),
+                      ("bad_instances", "are of token files")):
         if getattr(data, name) != default_of(data, name):
             yield f"data.{name}", (f"data.{name} {getattr(data, name)}: these {why}, but data.stream.kind is "
                                    f"{stream.kind}; remove one of them")

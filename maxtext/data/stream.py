@@ -73,12 +73,12 @@ class StreamEncoding:
           DataError: a row that is no document, or one that the tokenizer changes.
         """
         found: list[tuple[int, Document]] = []
-        for number, values in rows:
-            [document, *_] = [*self.special.applied([self._document(number, values)]), None]
+        documents = self.special.applied(self._document(number, values) for number, values in rows)
+        for (number, _), document in zip(rows, documents, strict=True):
             if isinstance(document, Bad):
                 if not document.dropped:
                     raise DataError(f"{document.where}: {document.why}")
-            elif document is not None and document.data:
+            elif document.data:
                 found.append((number, document))
         ends = np.array([self.eos_id], np.uint32)
         start = ends[:0] if self.bos_id is None else np.array([self.bos_id], np.uint32)
@@ -173,7 +173,9 @@ class _StreamIterator(grain.DatasetIterator):
                 return False
             self._row += len(rows)
             self._waiting.extend(self._encoding.documents(rows))
-            if self._offset and self._waiting and self._waiting[0][0] != rows[0][0]:
+            # A position inside a document is in the first row that is read, and not behind its end.
+            if self._offset and self._waiting and (
+                    self._waiting[0][0] != rows[0][0] or self._offset >= len(self._waiting[0][1])):
                 raise DataError("data.stream: the files have changed since the run was saved")
         return True
 

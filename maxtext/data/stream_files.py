@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from maxtext.config.reason import reason
 from maxtext.config.schema import Config, StreamConfig
 from maxtext.data import DataError
+from maxtext.data.manifest import Prepared
 from maxtext.data.text_source import optional
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".jsonl.gz": "json"}
@@ -71,9 +72,13 @@ def stream_files(stream: StreamConfig) -> tuple[list[str], str]:
     return files, next(iter(formats)) or ""
 
 
-def identity(cfg: Config) -> str:
-    """Hex identity of what a stream gives: names, sizes and samples of its files, and how it is cut."""
-    digest = hashlib.sha256()
+def identity(cfg: Config, prepared: Prepared | None, eos_id: int) -> str:
+    """Hex identity of what a stream gives: names, sizes and samples of its files, how they become ids and are cut.
+
+    Raises:
+      DataError: a file, or that of the tokenizer, cannot be read; or as `stream_files`.
+    """
+    digest = hashlib.sha256(_tokenizer_bytes(cfg.data.stream, prepared))
     for file in stream_files(cfg.data.stream)[0]:
         try:
             size = os.path.getsize(file)
@@ -84,9 +89,19 @@ def identity(cfg: Config) -> str:
         except OSError as error:
             raise DataError(f"{file}: cannot read ({reason(error)})") from error
     data = cfg.data
+    ends = [eos_id, *([] if prepared is None else [prepared.bos_id, prepared.special_tokens])]
     digest.update(json.dumps([data.stream.kind, data.stream.key, data.stream.tail, data.packing,
-                              data.sequence_length]).encode())
+                              data.sequence_length, ends]).encode())
     return digest.hexdigest()
+
+
+def _tokenizer_bytes(stream: StreamConfig, prepared: Prepared | None) -> bytes:
+    path = stream.tokenizer or (prepared and prepared.tokenizer)
+    assert path, "config/data_rules.py"
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"data.stream.tokenizer: {path}: cannot read ({reason(error)})") from error
 
 
 def open_reader(stream: StreamConfig) -> RowReader:

@@ -102,7 +102,7 @@ def resolve(cfg: Config, training: bool = True) -> ResolvedData:
     chunk = (cfg.data.max_target_sequence_length or cfg.data.sequence_length) // cfg.data.sequence_length
     parts = tuple(_parts(cfg, files, reports, chunk))
     packing = None
-    fingerprint = stream_identity(cfg) if streamed else _fingerprint(parts, reports, cfg, dtype)
+    fingerprint = stream_identity(cfg, prepared, eos_id) if streamed else _fingerprint(parts, reports, cfg, dtype)
     if cfg.data.packs_documents and training:
         packing = pack(_packing_plan(cfg.data, parts, dtype, eos_id), fingerprint, cache_dir(cfg))
         # What was packed with what counts too: it may depend on the machine (data.packing_ties).

@@ -234,6 +234,8 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
      "data.packing best_fit must know all documents, but a stream is read once, in order; write chunk or padded"),
     ({"data__sources": {}, "data__stream": STREAM, "data__workers": 2}, "data.workers",
      "data.workers 2: these are of token files, but data.stream.kind is hf"),
+    ({"data__sources": {}, "data__stream": STREAM, "data__bad_instances": 0.1}, "data.bad_instances",
+     "data.bad_instances 0.1: these are of token files, but data.stream.kind is hf"),
     ({"data__packing_seed": 123}, "data.packing_seed", "123 is read by data.packing best_fit, first_fit or padded"),
     ({"data__packing_group": 2}, "data.packing_group", "2 is read by data.packing best_fit or first_fit only"),
     ({"data__packing_ties": "stable"}, "data.packing_ties", "is read by data.packing best_fit only"),

@@ -207,6 +207,8 @@ def test_files_that_changed_or_are_not_there_are_refused(files, config, tmp_path
     path.write_bytes(jsonl([*TEXTS[:-1], TEXTS[-1].upper()]))
     with pytest.raises(DataError, match=r"cannot continue at step 2: the data \(fingerprint\) is"):
         read(cfg, 1, states[-1])
+    with pytest.raises(DataError, match=r"data.stream: the files have changed since the run was saved"):
+        read(cfg, 1, read(cfg, 0)[1][0] | {"stream": states[-1]["stream"] | {"offset": 10**6}})
     for paths, message in (([tmp_path / "b.jsonl"], r"data.stream.paths: .*b.jsonl: no such file"),
                            ([tmp_path / "*.nothing"], r"no such file"),
                            ([path, files["parquet"][0]], r"files that end in .jsonl, .parquet; give files of one of")):
@@ -222,6 +224,24 @@ def test_files_that_changed_or_are_not_there_are_refused(files, config, tmp_path
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(DataError, match=r"data.stream.kind ray: needs ray, .* pip install 'maxtext\[ray\]'"):
         make_batches(config("ray", [str(path)]), resolve(cfg))
+
+
+def test_other_ids_for_the_same_text_are_refused(config, tmp_path):
+    """A position inside a document would mean another place, and the rest of the pass other text."""
+    imported("datasets")
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl())
+    cfg = config("hf", [str(path)])
+    _, states = read(cfg, 1)
+    read(cfg, 0, states[-1])
+    with pytest.raises(DataError, match=r"cannot continue at step 1: the data \(fingerprint\) is"):
+        read(config("hf", [str(path)], eos_id=PAD), 0, states[-1])
+    (tmp_path / "tokenizer.bytes").write_text("another tokenizer")
+    with pytest.raises(DataError, match=r"cannot continue at step 1: the data \(fingerprint\) is"):
+        read(cfg, 0, states[-1])
+    (tmp_path / "tokenizer.bytes").unlink()
+    with pytest.raises(DataError, match=r"data.stream.tokenizer: .*tokenizer.bytes: cannot read"):
+        resolve(cfg)
 
 
 def test_the_start_table_says_how_a_stream_goes_on(files, config, kind):
