@@ -236,8 +236,10 @@ def _config(argv: list[str]) -> int:
     from maxtext.config.show import run
 
     code = run(argv)
-    if code == 0 and argv[:1] == ["show"] and load(argv[1], argv[2:]).mesh.auto:
-        _explain_mesh(load(argv[1], argv[2:]))
+    if code == 0 and argv[:1] == ["show"] and not {"-h", "--help"} & {*argv}:
+        cfg = load(argv[1], argv[2:])
+        if cfg.mesh.auto:
+            _explain_mesh(cfg)
     return code
 
 
@@ -258,25 +260,23 @@ def _explain_mesh(cfg: Config) -> None:
 
 
 def _data(argv: list[str]) -> int:
+    from maxtext.data import command
+
     if argv[:1] == ["audit"]:
         from maxtext.train.audit import run as audit
 
         return audit(argv[1:])
     if argv[:1] == ["inspect"]:
-        from maxtext.data.inspect import run as inspect
-
-        return inspect(argv[1:])
-    if argv[:1] in (["stats"], ["overlap"]):
-        from maxtext.data.stats import overlap, stats
-
-        return (stats if argv[0] == "stats" else overlap)(argv[1:])
+        return command.run_inspect(argv[1:])
+    if argv[:1] == ["stats"]:
+        return command.run_stats(argv[1:])
+    if argv[:1] == ["overlap"]:
+        return command.run_overlap(argv[1:])
     if argv[:1] not in (["prepare"], ["tokenize"]):
         print("usage: maxtext data prepare (or tokenize) | inspect | stats | overlap | audit [...]; each has --help",
               file=sys.stderr)
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    from maxtext.data.prepare import run
-
-    return run(argv[1:])
+    return command.run_prepare(argv[1:])
 
 
 def _checkpoint(argv: list[str]) -> int:

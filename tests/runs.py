@@ -20,7 +20,7 @@ from maxtext.checkpoint import integrity
 from maxtext.checkpoint.manager import Checkpoints
 from maxtext.config.load import load
 from maxtext.config.schema import Config
-from maxtext.data.prepare import run as prepare
+from maxtext.data.command import run_prepare as prepare
 from maxtext.train.metrics import MetricsWriter
 from maxtext.train.state import abstract_state
 from tests.tiny import mesh_of

@@ -1,6 +1,7 @@
 """Imports go downwards only: each part of maxtext/ may import the parts below it, read from the sources with ast."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -103,6 +104,21 @@ def test_the_top_imports_parts_inside_the_function_that_needs_them(part: str):
     for line, name in imported(top_level, f"maxtext.{part}", is_package=False):
         quick = name.split(".")[0] in sys.stdlib_module_names or name.startswith("maxtext.config")
         assert quick, f"maxtext/{part}.py:{line}: import {name} inside the function that needs it"
+
+
+def test_help_answers_without_jax_and_numpy():
+    verbs = ["train", "sweep", "launch local", "launch ray", "launch gke", "launch slurm", "plan", "compare", "config",
+             "config show", "data", "data prepare", "data tokenize", "data inspect", "data stats", "data overlap",
+             "checkpoint", "checkpoint diff", "checkpoint merge", "convert import", "eval", "generate", "report",
+             "watch", "runs"]
+    code = ("import sys\nfrom maxtext.cli import main\n"
+            f"for verb in {verbs}:\n"
+            "    try:\n        code = main([*verb.split(), '--help'])\n"
+            "    except SystemExit as end:\n        code = end.code\n"
+            "    loaded = [name for name in ('jax', 'numpy') if name in sys.modules]\n"
+            "    assert not code and not loaded, (verb, code, loaded)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def _for_types(node: ast.stmt) -> bool:

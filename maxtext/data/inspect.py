@@ -5,7 +5,6 @@ Works the batch out as a run does, in this process and without devices. Shapes: 
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import csv
 import functools
@@ -14,17 +13,14 @@ import io
 import itertools
 import json
 import os
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from maxtext.config.load import ConfigError, find_config, load
 from maxtext.config.reason import reason
 from maxtext.config.schema import Config
-from maxtext.config.show import print_problems
 from maxtext.data import DataError, storage
 from maxtext.data.documents import companion
 from maxtext.data.preflight import read_tokens
@@ -148,25 +144,3 @@ def show(found: dict[str, Any]) -> str:
                          + (f"\n{'':17}{text if len(text) <= TEXT_SHOWN else text[:TEXT_SHOWN] + '...'}"
                             if "text" in document else ""))
     return "\n".join(lines)
-
-
-def run(argv: Sequence[str]) -> int:
-    """The verb `maxtext data inspect`; 0, or 2 when the config, the data or the place cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="maxtext data inspect", description="What stands in the batch of an update, before the guards of a run "
-        "leave out rows (`maxtext data audit` says which).")
-    parser.add_argument("config", help="a YAML, or its name in configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="update, from 1")
-    parser.add_argument("--row", type=int, metavar="R", help="row of the batch, from 0 (default: all)")
-    parser.add_argument("--json", action="store_true", help="all values, as one JSON object")
-    args = parser.parse_intermixed_args(list(argv))
-    try:
-        found = inspect(load(find_config(args.config), args.overrides), args.step, args.row)
-    except ConfigError as error:
-        return print_problems(error)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(found, ensure_ascii=False) if args.json else show(found))
-    return 0

@@ -7,39 +7,28 @@ in it: the same texts and options give the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
-import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxtext.config.reason import placed
 from maxtext.data import DataError
 from maxtext.data.cache import write_whole
-from maxtext.data.corpus import open_source, python_corpus
 from maxtext.data.encode import Encoding, drop_moved, encode_all, gather, kept_documents
 from maxtext.data.manifest import DTYPES, FORMAT, NAME, VERSION, read_manifest, smallest_dtype
 from maxtext.data.piecework import cut, workshop
 from maxtext.data.scan import Scan, scan_all, workers_for
-from maxtext.data.special_tokens import LITERAL, POLICIES, SpecialTokens
+from maxtext.data.special_tokens import LITERAL, SpecialTokens
 from maxtext.data.text_source import Source, name_hash
 from maxtext.data.tokenizer import TRAINED_NAMES, load_tokenizer, train_sentencepiece
 from maxtext.data.tokenizer_files import tiktoken_file
 
-DEFAULT_OUT = "data/quickstart"
-DEFAULT_HELDOUT = 0.02
-# Small enough that an evaluation of the quickstart takes seconds: about 40,000 tokens of code and 16,000 of prose.
-CORPUS_HELDOUT = {"code": 0.015, "prose": 0.12}
 TOKENIZER_SAMPLE_BYTES = 64 << 20
 
 
@@ -230,128 +219,3 @@ def _move_into_place(building: Path, out: Path) -> None:
         shutil.rmtree(old)
     else:
         os.rename(building, out)
-
-
-def run(argv: Sequence[str]) -> int:
-    """The verb `maxtext data prepare`.
-
-    Returns:
-      Exit code: 0 prepared (or already there), 2 when the arguments or texts cannot be used.
-    """
-    begin = time.monotonic()
-    try:
-        options = parse(argv)
-        manifest, written = prepare(options)
-    except (DataError, OSError) as error:
-        print(f"error: {placed(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    if not written:
-        print(f"{options.out} already holds this data set; nothing to do")
-    print(summary(options.out, manifest))
-    if written:
-        print(f"prepared in {time.monotonic() - begin:.1f} s")
-    return 0
-
-
-def parse(argv: Sequence[str]) -> Options:
-    """Options from the command line.
-
-    Raises:
-      DataError: options that contradict each other or name no source.
-    """
-    parser = argparse.ArgumentParser(
-        prog="maxtext data prepare", description="Turn text into a tokenizer and OLMo-format token files.")
-    add = parser.add_argument
-    add("--out", default=DEFAULT_OUT, metavar="DIR", help="folder to write (default: %(default)s)")
-    add("--corpus", choices=("python",), help="built-in text: this Python's library sources (code) and help topics "
-        "(prose); the default without --source")
-    add("--source", action="append", default=[], metavar="NAME=PATH", help="a domain: a folder, file or glob of "
-        ".txt, .md, .py (a single one is cut at blank lines into documents), .jsonl (.gz, .zst), .parquet, "
-        "ArrayRecord, TFRecord or Megatron .bin; or the folder of a data set of TensorFlow Datasets or Hugging Face "
-        "datasets (#SPLIT); repeatable")
-    add("--text-key", default="text", metavar="KEY", help="of the text in JSON, Parquet and records (default: text)")
-    add("--max-bad", type=int, default=0, metavar="N", help="leave out up to N records that are not documents, and "
-        "count them (default: the first is an error)")
-    add("--workers", type=int, metavar="N", help="processes (default: one a CPU); the result does not depend on it")
-    add("--vocab-size", type=int, default=2048, metavar="N", help="of the trained tokenizer (default: %(default)s)")
-    add("--tokenizer", metavar="FILE", help="use this SentencePiece .model, tokenizer.json, "
-        "`bytes` or `tiktoken:NAME` instead of training one")
-    add("--eos", metavar="TOKEN", help="end-of-document token of --tokenizer, where it cannot be guessed")
-    add("--pad", metavar="TOKEN", help="padding token of --tokenizer")
-    add("--bos", metavar="TOKEN", help="token of --tokenizer to begin every document with (default: none)")
-    add("--special-tokens", choices=POLICIES, default="literal", help="names of special tokens inside a text: plain "
-        "text (default), a bad record, a document left out and counted, or a name taken out of the text")
-    add("--heldout-fraction", action="append", default=[], metavar="NAME=F",
-        help=f"share of a domain's documents to hold out (default: {DEFAULT_HELDOUT}); repeatable")
-    add("--force", action="store_true", help="replace a data set that stands in DIR")
-    args = parser.parse_args(list(argv))
-
-    if args.corpus and args.source:
-        raise DataError("give --corpus or --source, not both")
-    paths = pairs(args.source, "--source")
-    sources = tuple(open_source(name, path, args.text_key) for name, path in paths.items()) or tuple(python_corpus())
-    names = [source.name for source in sources]
-    heldout = {name: DEFAULT_HELDOUT if paths else CORPUS_HELDOUT[name] for name in names}
-    for name, text in pairs(args.heldout_fraction, "--heldout-fraction").items():
-        if name not in heldout:
-            raise DataError(f"--heldout-fraction {name}={text}: there is no source {name}, only {', '.join(names)}")
-        heldout[name] = _fraction(name, text)
-    for name in ("max_bad", "workers"):
-        value = getattr(args, name)
-        if value is not None and value < (name == "workers"):
-            raise DataError(f"--{name.replace('_', '-')} {value}: give {int(name == 'workers')} or more")
-    if args.tokenizer is None and (args.eos or args.pad or args.bos):
-        raise DataError("--eos, --pad and --bos name tokens of a --tokenizer; a trained one has its own")
-    named = args.tokenizer is None or args.tokenizer == "bytes" or args.tokenizer.startswith("tiktoken:")
-    if not named and not Path(args.tokenizer).is_file():
-        raise DataError(f"--tokenizer {args.tokenizer}: no such file")
-    out = Path(os.path.abspath(args.out)) if args.out in ("", ".", "..") else Path(args.out)
-    return Options(out, sources, heldout, args.vocab_size, args.tokenizer, args.eos, args.pad, args.bos, args.max_bad,
-                   args.special_tokens, args.workers, args.force)
-
-
-def pairs(items: Sequence[str], option: str) -> dict[str, str]:
-    """The values of a repeatable option NAME=VALUE, by name.
-
-    Raises:
-      DataError: one is of another form, or a name is given twice.
-    """
-    found: dict[str, str] = {}
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals or not value or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise DataError(f"{option} {item}: expected NAME=VALUE with a NAME of letters, digits, _ . and -")
-        if name in found:
-            raise DataError(f"{option} {item}: {name} is given twice")
-        found[name] = value
-    return found
-
-
-def _fraction(name: str, text: str) -> float:
-    try:
-        fraction = float(text)
-    except ValueError:
-        fraction = -1.0
-    if not 0 <= fraction < 1:
-        raise DataError(f"--heldout-fraction {name}={text}: expected a number from 0 to below 1")
-    return fraction
-
-
-def summary(out: Path, manifest: dict[str, Any]) -> str:
-    """The table that a person sees at the end."""
-    rows = [("source", "split", "documents", "tokens", "bytes", "bytes/token")]
-    for name, source in manifest["sources"].items():
-        for part in ("train", "heldout"):
-            entry = source[part]
-            ratio = f"{entry['bytes'] / entry['tokens']:.2f}" if entry["tokens"] else "-"
-            rows.append((name, part, f"{entry['documents']:,}", f"{entry['tokens']:,}", f"{entry['bytes']:,}", ratio))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) if i < 2 else cell.rjust(width)
-                       for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
-    dropped = [f"{count:,} {why}" for why, count in manifest["dropped"].items() if count]
-    lines.append(f"{out}: {manifest['tokenizer']['kind']} vocabulary {manifest['vocab_size']:,}, eos "
-                 f"{manifest['eos_id']}, {manifest['dtype']} tokens; left out: {', '.join(dropped) or 'none'}")
-    return "\n".join([*lines, *(f"left out: {text}" for text in manifest["bad_shown"])])

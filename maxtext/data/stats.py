@@ -6,28 +6,21 @@ call contamination (Brown et al. 2020, appendix C). They are compared by 64-bit 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import html
-import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxtext.config.reason import reason
-from maxtext.data import DataError
 from maxtext.data.corpus import open_source, read_source
 from maxtext.data.manifest import Prepared, TokenFile, load_prepared
-from maxtext.data.prepare import pairs
 from maxtext.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext.data.tokens import read_documents
 
-NGRAM = 13
 LENGTH_BINS = [0, *(1 << i for i in range(4, 21))]
 WORD = re.compile(r"\w+")
 
@@ -53,7 +46,7 @@ def documents(data: Prepared, tokenizer: Tokenizer, files: Iterable[TokenFile]) 
         yield len(ids), tokenizer.decode(ids.tolist())
 
 
-def measure(folder: str | Path, n: int = NGRAM) -> dict[str, Any]:
+def measure(folder: str | Path, n: int) -> dict[str, Any]:
     """Lengths, shares, duplicates, and what held-out text shares with training text, of a prepared data set.
 
     Memory is some 40 bytes for each n-gram of the training text.
@@ -101,7 +94,7 @@ def shared(texts: Iterable[str], train: np.ndarray, n: int) -> dict[str, Any]:
     return result
 
 
-def overlap_with(folder: str | Path, tasks: dict[str, str], key: str, n: int = NGRAM) -> dict[str, Any]:
+def overlap_with(folder: str | Path, tasks: dict[str, str], key: str, n: int) -> dict[str, Any]:
     """For each task, a source of texts: what of it stands in the training text of a prepared data set.
 
     Raises:
@@ -137,11 +130,11 @@ def show(found: dict[str, Any]) -> str:
               f"{row['longest']:>10,}" for name, row in found["domains"].items()]
     lines.append(f"{found['exact_duplicates']:,} exact duplicates; {found['ngram_duplicates']:,} training documents "
                  f"whose {found['n']}-grams stand to half or more in others")
-    return "\n".join([*lines, *(_shared_line(f"held out {name}", row, found["n"])
+    return "\n".join([*lines, *(shared_line(f"held out {name}", row, found["n"])
                                 for name, row in found["heldout"].items())])
 
 
-def _shared_line(name: str, row: dict[str, Any], n: int) -> str:
+def shared_line(name: str, row: dict[str, Any], n: int) -> str:
     shorter = row["documents"] - row["with_ngrams"]
     return (f"{name}: {row['overlapping']:,} of {row['with_ngrams']:,} documents with {n}-grams share one with "
             f"training text ({row['ngrams_shared']:,} of {row['ngrams']:,} {n}-grams; {shorter:,} documents are "
@@ -162,53 +155,3 @@ def page(found: dict[str, Any]) -> str:
     return ("<!doctype html><meta charset='utf-8'><title>Data</title><style>body{font-family:sans-serif;margin:2em}"
             f"td{{padding-right:1em}}</style><h1>{html.escape(found['folder'])}</h1><pre>{html.escape(show(found))}</pre>"
             + "".join(parts) + "\n")
-
-
-def stats(argv: Sequence[str]) -> int:
-    """The verb `maxtext data stats`; 0, or 2 when the folder cannot be used."""
-    parser = argparse.ArgumentParser(prog="maxtext data stats", description="What a prepared data set holds.")
-    parser.add_argument("folder", help="of `maxtext data prepare`")
-    parser.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help="words (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
-    parser.add_argument("--page", metavar="FILE", help="also write an HTML page")
-    args = parser.parse_args(list(argv))
-    try:
-        found = measure(args.folder, _positive(args.ngram))
-        if args.page:
-            Path(args.page).write_text(page(found), encoding="utf-8")
-    except (DataError, OSError) as error:
-        return _mistake(error, args.page)
-    print(json.dumps(found) if args.json else show(found))
-    return 0
-
-
-def overlap(argv: Sequence[str]) -> int:
-    """The verb `maxtext data overlap`; 0, or 2 when something cannot be read."""
-    parser = argparse.ArgumentParser(prog="maxtext data overlap", description="Which texts of evaluation tasks stand "
-                                     "in the training text of a prepared data set, by n-grams of words.")
-    parser.add_argument("folder", help="of `maxtext data prepare`")
-    parser.add_argument("--task", action="append", required=True, metavar="NAME=PATH",
-                        help="texts of a task, in any format of `data prepare`; repeatable")
-    parser.add_argument("--text-key", default="text", metavar="KEY")
-    parser.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help="words (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="as one JSON object, with the numbers of the documents")
-    args = parser.parse_args(list(argv))
-    try:
-        found = overlap_with(args.folder, pairs(args.task, "--task"), args.text_key, _positive(args.ngram))
-    except DataError as error:
-        return _mistake(error, None)
-    print(json.dumps(found) if args.json else
-          "\n".join(_shared_line(name, row, found["n"]) for name, row in found["tasks"].items()))
-    return 0
-
-
-def _positive(n: int) -> int:
-    if n < 1:
-        raise DataError(f"--ngram {n}: give 1 or more words")
-    return n
-
-
-def _mistake(error: Exception, path: str | None) -> int:
-    text = f"{path}: cannot write ({reason(error)})" if isinstance(error, OSError) else str(error)
-    print(f"error: {text}", file=sys.stderr)
-    return 2

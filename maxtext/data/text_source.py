@@ -10,12 +10,14 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import numbers
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from maxtext.data import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Large files are cut into units of about this many bytes, and small ones gathered: the grain of parallel reading, of
 # token files, and of what a killed preparation has to do again.
@@ -111,7 +113,7 @@ def record_document(entry: Any, unit: Unit, number: int, domain: str) -> Documen
             value.encode()
         except UnicodeEncodeError as error:
             return Bad(where, f"character {error.start} of the {what} is a lone surrogate, which is not Unicode text")
-    if isinstance(name, np.integer):
+    if isinstance(name, numbers.Integral) and not isinstance(name, int):  # numpy's
         name = int(name)
     if name is not None and not isinstance(name, str | int):
         return Bad(where, f'"id" must be a string or a number, not {json.dumps(name, default=str)}')

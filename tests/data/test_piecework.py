@@ -18,11 +18,12 @@ import tokenizers
 
 from maxtext.data import DataError, encode, piecework, text_files
 from maxtext.data.cache import write_whole
+from maxtext.data.command import run_prepare as run
 from maxtext.data.corpus import open_source
 from maxtext.data.documents import read_companion, scan
 from maxtext.data.manifest import load_prepared
 from maxtext.data.piecework import cut
-from maxtext.data.prepare import Options, prepare, run
+from maxtext.data.prepare import Options, prepare
 from maxtext.data.text_source import Source, Unit
 from maxtext.data.tokenizer import load_tokenizer
 from maxtext.data.tokens import resolve
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A preparation in a process of its own, whose pieces are small; `slow` waits in each piece that is written.
 PROGRAM = """
 import sys, time
-from maxtext.data import encode, piecework, prepare, text_files
+from maxtext.data import command, encode, piecework, text_files
 text_files.UNIT_BYTES = piecework.UNIT_BYTES = 40_000
 if __name__ == "__main__":
     if sys.argv[1] == "slow":
@@ -41,7 +42,7 @@ if __name__ == "__main__":
             time.sleep(0.3)
             return write(*arguments)
         encode.encode_piece = waiting
-    sys.exit(prepare.run(sys.argv[2:]))
+    sys.exit(command.run_prepare(sys.argv[2:]))
 """
 
 

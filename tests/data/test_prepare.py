@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from maxtext.data import DataError
+from maxtext.data.command import run_prepare as run
 from maxtext.data.corpus import open_source, read_source
 from maxtext.data.manifest import load_prepared
-from maxtext.data.prepare import Options, prepare, run
+from maxtext.data.prepare import Options, prepare
 from maxtext.data.scan import split_of
 from maxtext.data.text_source import Document, Source
 from maxtext.data.tokenizer import load_tokenizer, train_sentencepiece

@@ -93,5 +93,5 @@ def test_text_and_the_same_text_as_ids_are_an_exact_duplicate(tmp_path):
     write_megatron(tmp_path / "b", [[list(text.encode())] for text in (texts[1], words(9, 30), texts[3])])
     sources = (open_source("a", tmp_path / "a.jsonl"), open_source("b", tmp_path / "b.bin"))
     prepare(Options(tmp_path / "out", sources, {"a": 0.0, "b": 0.0}, tokenizer="bytes"))
-    found = measure(tmp_path / "out")
+    found = measure(tmp_path / "out", 13)
     assert (found["exact_duplicates"], found["ngram_duplicates"]) == (2, 4)

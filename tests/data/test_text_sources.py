@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from maxtext.data import DataError, text_source
+from maxtext.data.command import run_prepare as run
 from maxtext.data.corpus import open_source, read_source, read_units
-from maxtext.data.prepare import run
 from maxtext.data.text_records import parse_example
 from maxtext.data.text_source import Bad
 from tests.data.record_files import TEXTS, example, field, jsonl, rows, tfrecord, varint, write_megatron, write_tfds

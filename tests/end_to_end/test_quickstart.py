@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.data.prepare import run as prepare
+from maxtext.data.command import run_prepare as prepare
 from tests.runs import ROOT, command, environment
 
 FALL = 0.4  # of held-out bits per byte, from the first evaluation to the last

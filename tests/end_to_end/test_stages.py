@@ -15,8 +15,8 @@ import pytest
 from maxtext.cli import main
 from maxtext.config.load import load
 from maxtext.config.schema import Config
+from maxtext.data.command import run_prepare as prepare
 from maxtext.data.pipeline import Batches, fingerprint_numpy, make_batches
-from maxtext.data.prepare import run as prepare
 from maxtext.data.tokens import resolve
 from maxtext.train import loop
 from maxtext.train.resume import ResumeError
