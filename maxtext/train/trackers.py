@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import queue
@@ -125,7 +126,8 @@ def check_trackers(cfg: Config) -> None:
     """Raises TrackerError when a tracker is not installed: found out before anything is trained."""
     for key, module, wanted in (("log.wandb", "wandb", cfg.log.wandb != "none"),
                                 ("log.mlflow", "mlflow", cfg.log.mlflow is not None)):
-        if wanted and importlib.util.find_spec(module) is None:
+        found = importlib.util.find_spec(module) if wanted else None
+        if wanted and (found is None or found.origin is None):  # a folder of that name, as wandb leaves, is no package
             raise TrackerError(f"{key} needs the package {module}, which is not installed; pip install "
                                f"'maxtext[{module}]', or leave {key} away")
 
@@ -149,7 +151,9 @@ class Delivery:
         self._part = before.get("part", 0) + (not self._again)
         self._queue: queue.Queue[tuple[int, float, Mapping[str, float]] | None] = queue.Queue(WAITING_MOST)
         self._last, self._failed = resume_step, False
-        self._replay = [] if self._again else list(self._recorded())  # before the run adds to the file
+        self._replay_bytes = 0  # of metrics.jsonl as it is now, before the run adds to it
+        if not self._again and os.path.isfile(self._jsonl):
+            self._replay_bytes = os.path.getsize(self._jsonl)
         self._thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
         self._thread.start()
 
@@ -165,6 +169,8 @@ class Delivery:
 
     def close(self) -> None:
         """Waits for what was handed over, but not for ever."""
+        if self._failed:
+            return
         try:
             self._queue.put(None, timeout=1.0)
         except queue.Full:
@@ -181,13 +187,14 @@ class Delivery:
         try:
             self._write_state(None)
             self._tracker.open(self._run, self._group, self._again)
-            for start in range(0, len(self._replay), _BATCH):
-                self._tracker.log(self._replay[start:start + _BATCH])
-            self._replay = []
+            recorded = self._recorded()
+            while replayed := list(itertools.islice(recorded, _BATCH)):
+                self._tracker.log(replayed)
             for records in self._arriving():
                 self._tracker.log(records)
             self._tracker.finish()
-            self._write_state(self._last)
+            if not self._failed:  # given up meanwhile, it lacks what was not taken: the next start opens a new run
+                self._write_state(self._last)
         except Exception as error:  # whatever a library raises: the run is worth more
             self._give_up(" ".join(reason(error).split())[:300])
 
@@ -210,12 +217,12 @@ class Delivery:
                   f"start of this run hands them over", key=self._tracker.name)
 
     def _recorded(self) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """What metrics.jsonl holds up to the step that the run goes on after."""
-        if not os.path.isfile(self._jsonl):
+        """What metrics.jsonl held when the run began: up to the step that it goes on after."""
+        if not self._replay_bytes:
             return
         with open(self._jsonl, "rb") as file:
-            for line in file:
-                record = parse_line(line)
+            while file.tell() < self._replay_bytes:
+                record = parse_line(file.readline())
                 if record is not None and record["step"] <= self._resume_step:
                     at = float(record.pop("time/unix (s)", 0.0))
                     yield record.pop("step"), at, record

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from maxtext.config.load import load
 from maxtext.report.run_files import read_metrics
 from maxtext.train import console, trackers
 from maxtext.train.metrics import MetricsWriter
-from maxtext.train.trackers import TrackerError, check_trackers, mlflow_name
+from maxtext.train.trackers import Delivery, Records, TrackerError, check_trackers, mlflow_name
 from tests.materials import imported
 from tests.runs import ROOT, environment
 from tests.train.test_metrics import events
@@ -203,6 +205,77 @@ def test_a_tracker_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytes
     sink.close()
     assert capsys.readouterr().err.count("warning: mlflow gets no metrics any more") == 1
     assert len(read_metrics(str(folder / "metrics.jsonl"))) == 4
+
+
+class Slow:
+    """A tracker that takes nothing until it is let go on."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+        self.run, self.steps = "", list[int]()
+
+    def open(self, run: str, group: str, again: bool) -> None:
+        self.run = run
+
+    def log(self, records: Records) -> None:
+        self.asked.set()
+        self.go.wait(60)
+        self.steps += [step for step, _, _ in records]
+
+    def finish(self) -> None:
+        pass
+
+
+def recorded(folder: Path, *steps: int) -> None:
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"step": step, LOSS: 1.0, "time/unix (s)": 2.0}) + "\n" for step in steps)
+
+
+def test_one_that_was_given_up_and_comes_back_does_not_count_as_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                     capsys: pytest.CaptureFixture[str]):
+    """The next start fills a new run, though it begins where the tracker stopped to be given anything."""
+    monkeypatch.setattr(trackers, "WAITING_MOST", 3)
+    slow = Slow()
+    behind = Delivery(slow, str(tmp_path), "run", -1)
+    behind.write(0, {LOSS: 1.0}, 2.0)
+    assert slow.asked.wait(60)
+    while not behind._failed:
+        behind.write(behind._last + 1, {LOSS: 1.0}, 2.0)
+    behind.close()
+    assert behind._thread.is_alive(), "nobody waits for what was given up"
+    slow.go.set()
+    behind._thread.join(60)
+    assert slow.steps != list(range(behind._last + 1)), "some waited and were not taken"
+    assert "slow gets no metrics any more: it lags 3 updates behind" in capsys.readouterr().err
+    recorded(tmp_path, *range(behind._last + 1))
+    after = Slow()
+    after.go.set()
+    Delivery(after, str(tmp_path), "run", behind._last).close()
+    assert (after.run, after.steps) == (f"{slow.run}-2", list(range(behind._last + 1)))
+
+
+def test_what_is_written_meanwhile_is_not_replayed_too(tmp_path: Path):
+    """As the line of the restored update, where a kill had cut it off."""
+    recorded(tmp_path, 0, 1, 2)
+    slow = Slow()
+    delivery = Delivery(slow, str(tmp_path), "run", 3)
+    recorded(tmp_path, 3)
+    delivery.write(3, {LOSS: 1.0}, 2.0)
+    slow.go.set()
+    delivery.close()
+    assert slow.steps == [0, 1, 2, 3]
+
+
+def test_a_folder_of_its_name_is_no_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights & Biases leaves a folder `wandb` where it was used."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(TrackerError, match=r"log.wandb needs the package wandb"):
+        check_trackers(config(tmp_path / "run", "log.wandb=offline"))
 
 
 @pytest.mark.parametrize(("option", "module"), [("log.wandb=online", "wandb"), ("log.mlflow=http://x", "mlflow")])
