@@ -10,9 +10,7 @@ from maxtext.report.run_files import Record, RunFiles
 
 # Share -> the events whose seconds it adds up; productive, data and lost come from the updates.
 _SPENT = {"start-up": ("init",), "compile": ("compile",), "restore": ("restore",), "save": ("checkpoint",),
-          "evaluation": ("eval", "samples"), "checks": ("comparison",)}
-
-
+          "evaluation": ("eval", "samples"), "checks": ("comparison", "profile")}
 _COLOURS = {"productive": "var(--c0)", "data": "var(--c1)", "compile": "var(--c3)", "start-up": "var(--c4)",
             "save": "var(--c2)", "evaluation": "var(--c5)", "lost": "var(--bad)", "idle": "var(--rule)"}
 

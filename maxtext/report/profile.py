@@ -21,9 +21,9 @@ def section(folder: str) -> str:
             found = json.load(file)
         body = _shares(found) + _operations(found)
         first, last = found["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
+        head = f"updates {first:,} to {last:,}; {found['devices']} devices; {found['seconds']:.3g} s"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f'<section><h2>Profile</h2><p class="soft">{PROFILE} cannot be read.</p></section>'
-    head = f"updates {first:,} to {last:,}; {found['devices']} devices; {found['seconds']:.3g} s"
     return (f"<section><h2>Profile <small>{head}</small></h2>{body}<p class=soft>The trace is for XProf: "
             f"{html.escape(str(found.get('trace', '')))}</p></section>")
 

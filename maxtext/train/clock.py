@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from maxtext.train.ledger import Ledger
 
 # What the ledger notes; waiting for data and the updates themselves are in the metrics.
-LEDGERED = ("init", "compile", "checkpoint", "restore", "eval", "samples", "comparison")
+LEDGERED = ("init", "compile", "checkpoint", "restore", "eval", "samples", "comparison", "profile")
 
 
 class Phases:

@@ -1,8 +1,9 @@
 """The ledger of a run, `events.jsonl`: what its time went to beside its updates, and what happened to it.
 
 One JSON object a line, {"time": seconds since 1970, "event": name, ...}, appended as it happens and never rewritten:
-begin (an attempt), init, compile, restore, checkpoint, eval, samples (with `seconds`), lost (updates that are done
-again), skip, back, failure, stop. Seconds of updates are in metrics.jsonl. `maxtext.report.goodput` adds it all up.
+begin (an attempt), init, compile, restore, checkpoint, eval, samples, comparison, profile (with `seconds`), lost
+(updates that are done again), skip, back, corruption, failure, stop. Seconds of updates are in metrics.jsonl.
+`maxtext.report.goodput` adds it all up.
 """
 
 from __future__ import annotations

@@ -235,7 +235,8 @@ class Run:
             with self.phases("data"):
                 batch = next(self.batches)
             if self.profile.begins(self.step + 1):
-                self._start_profile()
+                self._start_profile(unread)
+                unread = None
             with self.profile.update(self.step + 1):
                 self.state, metrics = step_fn(self.state, batch, *votes.cast())
             self.step += 1
@@ -353,11 +354,14 @@ class Run:
                 f"devices agreed. Leave that device out, and the same command continues from update {trusted}.")
         self.compared_at = self.step
 
-    def _start_profile(self) -> None:
-        """Once all updates before are done, so that the trace holds its own alone."""
+    def _start_profile(self, unread: Unread | None) -> None:
+        """Once all updates before are done and read, so that the trace holds its own alone, and so do their times."""
+        record = None if unread is None else self._read(unread)
         with self.clock.apart("profile"):
             self.attendance.fetch(self.state.step)
             self.profile.start()
+        if unread is not None and record is not None:
+            self._write(unread.step, record)
 
     def _stop_profile(self, step_fn: jax.stages.Compiled) -> None:
         with self.clock.apart("profile"):

@@ -43,6 +43,7 @@ class Profile:
     def __init__(self, cfg: ProfileConfig, run_dir: str, primary: bool) -> None:
         self._first, self._last = cfg.steps or (0, -1)
         self._run_dir, self._primary, self._on = run_dir, primary, False
+        self._traced = 0  # the newest update
 
     def begins(self, update: int) -> bool:
         """Whether the trace begins before this update; all that was dispatched must be done then."""
@@ -64,6 +65,7 @@ class Profile:
 
     def update(self, number: int) -> AbstractContextManager[Any]:
         """Around the dispatch of an update: XProf shows the trace by these marks."""
+        self._traced = number
         return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._on else nullcontext()
 
     def stop(self, program: str) -> str | None:
@@ -80,7 +82,7 @@ class Profile:
             if not self._primary or not files:
                 return None
             newest = max(files, key=os.path.getmtime)
-            found = summary(read_operations(newest), (self._first, self._last), program)
+            found = summary(read_operations(newest), (self._first, self._traced), program)
             found["trace"] = os.path.relpath(newest, self._run_dir)
             with open(os.path.join(self._run_dir, PROFILE), "w", encoding="utf-8") as file:
                 json.dump(found, file, indent=1)
@@ -88,7 +90,7 @@ class Profile:
             warn_once(f"the profile is not complete: {reason(error)}")
             return None
         shares = ", ".join(f"{name} {100 * share:.0f}%" for name, share in found["shares"].items())
-        return (f"profile of updates {self._first} to {self._last}: {shares}; the trace is for XProf: xprof "
+        return (f"profile of updates {self._first} to {self._traced}: {shares}; the trace is for XProf: xprof "
                 f"{os.path.join(self._run_dir, 'profile')}")
 
     def abandon(self) -> None:

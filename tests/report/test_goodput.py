@@ -30,14 +30,15 @@ def test_an_account_by_hand():
         {"time": 1150, "event": "begin"}, {"time": 1155, "event": "restore", "seconds": 3.0},
         {"time": 1155, "event": "lost", "updates": 4, "seconds": 38.0, "step": 4, "until": 1100.0},
         {"time": 1160, "event": "compile", "seconds": 4.0}, {"time": 1160, "event": "init", "seconds": 3.0},
-        {"time": 1200, "event": "eval", "seconds": 5.0}, {"time": 1210, "event": "stop", "why": "complete"},
+        {"time": 1200, "event": "eval", "seconds": 5.0},
+        {"time": 1205, "event": "profile", "seconds": 7.0}, {"time": 1210, "event": "stop", "why": "complete"},
     ]
     records = [update(step, 1020 + 10 * step, 10.0, wait=1.0) for step in range(1, 5)]
     records += [update(5, 1180, 20.0), update(6, 1205, 25.0, skipped=1)]
     found = goodput(RunFiles("run", records, "", {}, events=events))
     assert found is not None
     assert found.seconds == {"productive": 56.0, "data": 4.0, "start-up": 13.0, "compile": 14.0, "restore": 3.0,
-                             "save": 2.0, "evaluation": 5.0, "checks": 0, "lost": 63.0, "idle": 50.0}
+                             "save": 2.0, "evaluation": 5.0, "checks": 7.0, "lost": 63.0, "idle": 43.0}
     assert found.total == 210
     assert (found.attempts, found.lost_updates) == (2, 5)
     assert found.failures == ["ended without a word (killed, or the machine went down)"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 from pathlib import Path
 
 import jax
@@ -13,7 +15,7 @@ from maxtext.config.validate import ConfigError
 from maxtext.report.write import write_report
 from maxtext.train.loop import Outcome, train
 from maxtext.train.profile import Operation, _leaves, summary
-from tests.runs import Runs, lines, reproducible, some_devices
+from tests.runs import Runs, lines, reproducible, some_devices, when_written
 
 SHORT = ("train.steps=6", "eval.every=null", "checkpoint.every=null", "log.report=false", "log.tensorboard=false")
 
@@ -45,12 +47,16 @@ def test_a_trace_of_two_updates_changes_no_number_and_is_told(runs: Runs, capsys
     assert "<tr><td>mesh</td><td class=left>fsdp 2</td></tr>" in page
 
 
-def test_a_run_that_stops_inside_a_trace_ends_it(runs: Runs):
-    cfg = runs.config("run", "profile.steps=[2, 6]", "train.max_seconds=1e-3", *SHORT)
-    assert train(cfg, devices=some_devices(1)).step == 0
-    cfg = runs.config("run", "profile.steps=[2, 3]", *SHORT)
+def test_a_run_that_stops_inside_a_trace_ends_it(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    cfg = runs.config("run", "profile.steps=[2, 6]", *SHORT)
+    with monkeypatch.context() as patch:
+        when_written(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        stopped = train(cfg, devices=some_devices(1))
+    assert stopped == Outcome(3, "SIGTERM")
+    assert json.loads(Path(cfg.run_dir, "profile.json").read_text())["steps"] == [2, 3], "those that it holds"
+    cfg = runs.config("run", "profile.steps=[5, 5]", *SHORT)
     assert train(cfg, devices=some_devices(1)) == Outcome(6)
-    assert Path(cfg.run_dir, "profile.json").is_file()
+    assert json.loads(Path(cfg.run_dir, "profile.json").read_text())["steps"] == [5, 5], "another trace can begin"
 
 
 def ops(*spans: tuple[float, float, str]) -> list[Operation]:
