@@ -56,11 +56,10 @@ def _row(one: RunFiles, run: RunFiles) -> str:
     bits = [one.series(f"eval/lm/{name}/BPB")[1] for name in one.eval_sets("BPB") if name == "micro"] or \
            [one.series(f"eval/lm/{name}/BPB")[1] for name in one.eval_sets("BPB")[:1]]
     tokens = one.series("throughput/total tokens")[1]
-    seconds = one.series("time/step (s)")[1]
-    rate = tokens[-1] / steps[-1] / statistics.median(seconds) if tokens and seconds and steps and steps[-1] else None
+    rates = one.rates()[1]
     cells = (one.name, f"{steps[-1]:,}" if steps else "-", f"{losses[-1]:.4f}" if losses else "-",
              f"{gaps[-1]:+.4f}" if gaps and one is not run else "-", f"{bits[0][-1]:.4f}" if bits and bits[0] else "-",
-             short(tokens[-1]) if tokens else "-", short(rate) if rate else "-")
+             short(tokens[-1]) if tokens else "-", short(statistics.median(rates)) if rates else "-")
     return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
 
 

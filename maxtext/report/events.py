@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import html
+import itertools
+from collections.abc import Callable
 
 from maxtext.report.chart import Marks
 from maxtext.report.run_files import Record, RunFiles
@@ -14,10 +17,11 @@ _BAD = ("failure", "back", "corruption")
 
 def event_marks(run: RunFiles) -> list[Marks]:
     """Saves, failures and the updates after which attempts went on."""
+    told = _told(run)
     saves = [int(event["step"]) for event in run.events if event["event"] == "checkpoint" and event.get("step")]
     return [Marks("saves", sorted(set(saves)), "var(--c2)"),
-            Marks("recoveries", _steps(run, "went on"), "var(--c1)"),
-            Marks("failures", _steps(run, "failure"), "var(--bad)")]
+            Marks("recoveries", [step for _, kind, step, _ in told if kind == "went on"], "var(--c1)"),
+            Marks("failures", [step for _, kind, step, _ in told if kind == "failure"], "var(--bad)")]
 
 
 def section(run: RunFiles) -> str:
@@ -33,17 +37,14 @@ def section(run: RunFiles) -> str:
             f"<th class=left>what</th></tr>{rows}</table></div></section>")
 
 
-def _steps(run: RunFiles, kind: str) -> list[int]:
-    return [step for _, one, step, _ in _told(run) if one == kind]
-
-
 def _told(run: RunFiles) -> list[tuple[float, str, int, str]]:
     """(time, kind, update that the run had reached, words) of each event that is no part of every run's course."""
     found: list[tuple[float, str, int, str]] = []
     open_since: Record | None = None  # the attempt that has not said how it ended
+    reached = _reached(run)
     for event in run.events:
         kind, at = event["event"], float(event["time"])
-        step = int(event.get("step") or _reached(run, at))
+        step = int(event.get("step") or reached(at))
         if kind == "begin":
             if open_since is not None:
                 found.append((at, "failure", step, "the attempt before had ended without a word"))
@@ -64,9 +65,12 @@ def _told(run: RunFiles) -> list[tuple[float, str, int, str]]:
     return found
 
 
-def _reached(run: RunFiles, at: float) -> int:
-    """The last update that was written by then."""
-    return max((int(one["step"]) for one in run.records if one.get("time/unix (s)", float("inf")) <= at), default=0)
+def _reached(run: RunFiles) -> Callable[[float], int]:
+    """The last update that was written by a time."""
+    written = sorted((one["time/unix (s)"], int(one["step"])) for one in run.records if "time/unix (s)" in one)
+    times = [at for at, _ in written]
+    last = list(itertools.accumulate((step for _, step in written), max, initial=0))
+    return lambda at: last[bisect.bisect_right(times, at)]
 
 
 def _date(seconds: float) -> str:

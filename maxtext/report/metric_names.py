@@ -51,7 +51,7 @@ METRICS: tuple[tuple[str, str, str, str], ...] = (
     ("time/compile (s)", "s", "compiling the update", "first update of an attempt"),
     ("time/eval (s)", "s", "evaluating", "evaluations"),
     ("time/checkpoint (s)", "s", "of a save that training waited for", "saves"),
-    ("time/snapshot (s)", "s", "copying the state to memory elsewhere", "elastic runs"),
+    ("time/snapshot (s)", "s", "copying the state to the hosts' memory", "snapshots, elastic runs"),
     ("time/samples (s)", "s", "completing `generate.prompts`", "samples"),
     ("time/comparison (s)", "s", "comparing devices", "`guard.compare_devices_every`"),
     ("time/profile (s)", "s", "writing and reading the profile", "`profile.steps`"),

@@ -26,7 +26,6 @@ _HERE = Path(__file__).parent
 TOKENS_OF = "data/tokens/"  # before the name of a source, in metrics.jsonl
 _AVERAGES = ("macro", "micro")
 _SAMPLES = 5  # of each prompt
-_SOURCE_TOKENS = "data/tokens/"
 
 
 def render(run: RunFiles, overlay: Overlay | None = None, others: Sequence[RunFiles] = ()) -> str:
@@ -60,7 +59,7 @@ def charts(run: RunFiles) -> list[str]:
         chart("Learning rate", rates, from_zero=True),
         chart("Gradient norm", [Curve("before clipping", *run.series("optim/total grad norm"), smoothed=True)],
               marks=[Marks("skipped updates", skipped)], log=True),
-        chart("Throughput", [Curve("tokens/s", *tokens_per_second(run), smoothed=True)], note="all devices",
+        chart("Throughput", [Curve("tokens/s", *run.rates(), smoothed=True)], note="all devices",
               from_zero=True),
         chart("Model FLOPs utilisation", [Curve("MFU, %", *run.series("throughput/device/MFU"), smoothed=True)],
               note="of the device's peak", from_zero=True),
@@ -74,22 +73,13 @@ def charts(run: RunFiles) -> list[str]:
 
 def _data_shares(run: RunFiles) -> list[Curve]:
     """Each source's part of the tokens, where the run counts them."""
-    names = dict.fromkeys(name for record in run.records for name in record if name.startswith(_SOURCE_TOKENS))
+    names = dict.fromkeys(name for record in run.records for name in record if name.startswith(TOKENS_OF))
     curves = []
     for name in names:
         pairs = [(int(record["step"]), 100 * record.get(name, 0) / total) for record in run.records
                  if (total := sum(record.get(one, 0) for one in names))]
-        curves.append(Curve(name.removeprefix(_SOURCE_TOKENS), [step for step, _ in pairs], [y for _, y in pairs]))
+        curves.append(Curve(name.removeprefix(TOKENS_OF), [step for step, _ in pairs], [y for _, y in pairs]))
     return curves
-
-
-def tokens_per_second(run: RunFiles) -> tuple[list[int], list[float]]:
-    """Tokens per second over all devices, of each update."""
-    pairs = [(r["step"], r["throughput/total tokens"] / r["step"] / r["time/step (s)"]) for r in run.records
-             if r["step"] > 0 and r.get("time/step (s)") and r.get("throughput/total tokens")]
-    if not pairs:
-        return run.series("throughput/device/TPS")
-    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def _domains(run: RunFiles, kind: str) -> list[str]:
@@ -125,7 +115,7 @@ def _tiles(run: RunFiles) -> str:
     _, tokens = run.series("throughput/total tokens")
     if tokens:
         tiles.append(("training tokens", short(tokens[-1]), _sources(run) or f"{int(tokens[-1]):,}"))
-    _, rates = tokens_per_second(run)
+    _, rates = run.rates()
     if rates:
         tiles.append(("tokens/s, median", short(statistics.median(rates)), "all devices"))
     waited, spent = (run.series(name)[1] for name in ("throughput/device/data loading (s)", "time/step (s)"))

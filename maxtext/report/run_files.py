@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -84,6 +85,14 @@ def last_step(run_dir: str) -> int:
             reach *= 8
 
 
+def tokens_per_second(step: int, metrics: Mapping[str, float]) -> float | None:
+    """Tokens per second over all devices, from the metrics of one step; None when they do not tell."""
+    seconds, tokens = metrics.get("time/step (s)"), metrics.get("throughput/total tokens")
+    if not seconds or not tokens or step < 1:
+        return metrics.get("throughput/device/TPS")
+    return tokens / step / seconds
+
+
 class ReportError(ValueError):
     """The run directory holds nothing that a report can be made of."""
 
@@ -107,6 +116,11 @@ class RunFiles:
         """Steps and values of a metric, where it was recorded and is finite."""
         pairs = [(int(r["step"]), float(r[metric])) for r in self.records if math.isfinite(r.get(metric, math.nan))]
         return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def rates(self) -> tuple[list[int], list[float]]:
+        """Steps and tokens per second over all devices."""
+        pairs = [(int(r["step"]), rate) for r in self.records if (rate := tokens_per_second(r["step"], r)) is not None]
+        return [step for step, _ in pairs], [rate for _, rate in pairs]
 
     def eval_sets(self, kind: str) -> list[str]:
         """Names of the held-out sets that have the metric `eval/lm/<set>/<kind>`, in the order of their recording."""

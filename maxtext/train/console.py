@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from maxtext.config.reason import reason
+from maxtext.report.run_files import tokens_per_second
 
 Metrics = Mapping[str, float]
 
@@ -79,14 +80,6 @@ def step_line(step: int, total_steps: int, metrics: Metrics, eta_seconds: float 
         f"eta {'n/a' if eta_seconds is None else duration(eta_seconds)}",
     ]
     return " | ".join(parts + ["skipped"] * bool(metrics.get("optim/step skipped")))
-
-
-def tokens_per_second(step: int, metrics: Metrics) -> float | None:
-    """Tokens per second over all devices, from the metrics of one step; None when they do not tell."""
-    seconds, tokens = metrics.get("time/step (s)"), metrics.get("throughput/total tokens")
-    if not seconds or not tokens or step < 1:
-        return metrics.get("throughput/device/TPS")
-    return tokens / step / seconds
 
 
 def evaluation_line(step: int, scores: Metrics, seconds: float | None = None) -> str:

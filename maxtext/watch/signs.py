@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from maxtext.checkpoint import lease
-from maxtext.report.run_files import EVENTS, Record, parse_line, read_events
+from maxtext.report.run_files import EVENTS, Record, parse_line, read_events, tokens_per_second
 
 State = Literal["running", "stalled", "stopped", "failed", "finished"]
 SILENT_SECONDS = 15.0  # without a heartbeat: they come every lease.BEAT_SECONDS
@@ -28,7 +28,8 @@ DEAD_SECONDS = 600.0  # without a heartbeat, after which nobody will come back
 _TAIL_BYTES = 1 << 16
 _NAMES = {"step": "training", "data": "waiting for data", "eval": "evaluating", "checkpoint": "saving",
           "restore": "restoring", "compile": "compiling", "init": "starting", "samples": "sampling",
-          "comparison": "comparing devices", "snapshot": "copying the state"}
+          "comparison": "comparing devices", "profile": "writing the profile",
+          "snapshot": "copying the state"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,7 @@ class Signs:
     @property
     def tokens_per_second(self) -> float | None:
         """Median over the newest updates, of all devices."""
-        rates = [one["throughput/total tokens"] / one["step"] / one["time/step (s)"] for one in self.records[-20:]
-                 if one["step"] and one.get("time/step (s)") and one.get("throughput/total tokens")]
+        rates = [rate for one in self.records[-20:] if (rate := tokens_per_second(one["step"], one)) is not None]
         return statistics.median(rates) if rates else None
 
 
