@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from maxtext.checkpoint.integrity import named_leaves
 from maxtext.config.reason import reason
 from maxtext.config.schema import Config
+from maxtext.parallel.mesh import batch_devices, sizes_of
 from maxtext.train.state import abstract_state
 from maxtext.train.stop import TrainingError
 
@@ -40,7 +41,7 @@ def explanation(cfg: Config, mesh: Mesh, error: str) -> str:
     wanted = f" allocating {_size(float(asked[1])) if asked[1] else asked[2]}" if asked else ""
     total, biggest = biggest_arrays(cfg, mesh)
     arrays = ", ".join(f"{name} {shape} {_size(size)}" for name, shape, size in biggest)
-    helps = ", ".join(settings_that_help(cfg)[:3])
+    helps = ", ".join(settings_that_help(cfg, batch_devices(mesh) // sizes_of(mesh)["pipeline"])[:3])
     return (f"out of memory{wanted} on a {mesh.devices.flat[0].device_kind} device{_limit(mesh)}. The state takes "
             f"{_size(total)} of each device; its biggest arrays, with their moments: {arrays}. The rest is "
             f"activations, gradients and the batch. Settings that need less: {helps}. `maxtext plan` tells what they "
@@ -64,12 +65,16 @@ def biggest_arrays(cfg: Config, mesh: Mesh) -> tuple[float, list[tuple[str, tupl
     return sum(size for *_, size in ordered), ordered[:_MOST]
 
 
-def settings_that_help(cfg: Config) -> list[str]:
-    """Overrides that need less memory and are not yet made, the cheapest in speed first."""
-    micro = cfg.train.global_batch // cfg.train.gradient_accumulation_steps
+def settings_that_help(cfg: Config, ways: int) -> list[str]:
+    """Overrides that need less memory and are not yet made, the cheapest in speed first.
+
+    Args:
+      ways: that a micro-batch is split over the mesh.
+    """
+    rows = cfg.train.global_batch // cfg.train.gradient_accumulation_steps // ways  # of a micro-batch, on a device
     found = []
-    if micro > 1:
-        more = next(n for n in range(2, micro + 1) if micro % n == 0)
+    if rows > 1:
+        more = next(n for n in range(2, rows + 1) if rows % n == 0)
         found.append(f"train.gradient_accumulation_steps={cfg.train.gradient_accumulation_steps * more}")
     if cfg.train.remat.mode != "full":
         found.append("train.remat.mode=full")

@@ -52,6 +52,14 @@ def test_value_and_gradient(chunk, z_loss):
     check(got, exact(z_loss))
 
 
+def test_the_order_that_tpus_are_told_changes_no_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "platform", lambda: "tpu")
+    x, w, targets, weights = arguments()
+    got = jax.value_and_grad(lambda x, w: cross_entropy(x, w, targets, weights, 1e-2, 16, Axes()),
+                             argnums=(0, 1), has_aux=True)(x, w)
+    check(got, exact(1e-2))
+
+
 def test_the_gradient_scales_with_the_cotangent():
     x, w, targets, weights = arguments()
     def loss(x, scale):

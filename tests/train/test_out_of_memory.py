@@ -56,9 +56,10 @@ def test_arrays_count_what_one_device_holds_with_moments(runs: Runs):
 
 
 def test_settings_already_made_are_not_proposed(runs: Runs):
-    assert settings_that_help(runs.config())[:2] == ["train.gradient_accumulation_steps=2", "train.remat.mode=full"]
+    assert settings_that_help(runs.config(), 1)[:2] == ["train.gradient_accumulation_steps=2", "train.remat.mode=full"]
+    assert settings_that_help(runs.config(), 8)[0] == "train.remat.mode=full", "one sequence a device is not cut"
     small = runs.config("run", "train.gradient_accumulation_steps=8", "train.remat.mode=full",
                         "train.loss_chunk_tokens=64", "optim.moments_dtype=bfloat16")
-    assert settings_that_help(small) == ["more devices with mesh.fsdp=-1", "optim.offload=host",
+    assert settings_that_help(small, 1) == ["more devices with mesh.fsdp=-1", "optim.offload=host",
                                          "a smaller train.global_batch"]
     assert Path(small.run_dir).name == "run"
