@@ -11,6 +11,7 @@ The batch of step k is a function of (files, stages up to k, seed, k) alone: lat
 from __future__ import annotations
 
 import dataclasses
+import fractions
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -155,10 +156,11 @@ def _check_repetition(cfg: Config, order: StagedOrder, instances: Mapping[str, i
     problems = []
     for (name, count), needed in zip(instances.items(), order.rows(cfg.train.steps).tolist(), strict=True):
         limit = cfg.data.sources[name].max_repetition
-        if needed > int(count * limit):
+        most = int(count * fractions.Fraction(str(limit)))  # of the decimal that the user wrote
+        if needed > most:
             problems.append(f"data.sources.{name}: its weights take {needed:,} instances in train.steps "
                             f"{cfg.train.steps:,}, but it has {count:,} x max_repetition {limit:g} = "
-                            f"{int(count * limit):,}; raise max_repetition, or lower the weights or train.steps")
+                            f"{most:,}; raise max_repetition, or lower the weights or train.steps")
     if problems:
         raise DataError("\n".join(problems))
 

@@ -158,6 +158,9 @@ def test_repetition_is_limited_with_the_arithmetic(mixed):
         make_order(mixed(max_repetition=1.5), resolve(mixed()))
     assert "web" not in str(error.value)
     assert make_order(mixed(max_repetition=2.0), resolve(mixed())).rows(30).tolist() == [64, 96, 80]
+    alone = mixed({"web": (1.0,), "code": (0.0,), "books": (0.0,)}, (1,), max_repetition=1.15)
+    with pytest.raises(DataError, match=r"it has 100 x max_repetition 1.15 = 115;"):  # 100 * 1.15 is below 115
+        make_order(alone, resolve(alone))
 
 
 def test_large_runs_cost_no_walk():
