@@ -23,16 +23,13 @@ def run(argv: Sequence[str], write_report: Callable[[str], None]) -> int:
     parser = argparse.ArgumentParser(
         prog="maxtext launch local", description="Start the workers of a run on this machine's CPU, and keep the run "
         "going while workers die, hang and come back.")
-    parser.add_argument("config", help="a YAML, or its name in configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as elastic.policy=pause")
+    job.add_config(parser, "elastic.policy=pause")
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="processes of the job")
     parser.add_argument("--devices-per-worker", type=int, default=1, metavar="K", help="virtual devices of each; 1")
     parser.add_argument("--peer-copies", action="store_true",
                         help="keep a second copy of each worker's snapshots at the next worker")
     args = parser.parse_intermixed_args(list(argv))
-    for name in ("workers", "devices_per_worker"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
+    job.check_lowest(parser, args, workers=1, devices_per_worker=1)
     found = job.loaded(args.config, args.overrides, args.workers * args.devices_per_worker)
     if isinstance(found, int):
         return found

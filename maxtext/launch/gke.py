@@ -12,8 +12,6 @@ import argparse
 import dataclasses
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,22 +101,17 @@ def run(argv: Sequence[str]) -> int:
     workload = pathways_job if options.pathways else job_set
     manifests = [config_map(name, text, options.namespace), workload(name, where, options)]
     rendered = yaml.safe_dump_all(manifests, sort_keys=False, width=120)
-    if options.dry_run:
-        print(rendered, end="")
-        return 0
-    if shutil.which("kubectl") is None:
-        return job.mistake("kubectl is not on this machine's PATH: install it and connect it to the cluster (gcloud "
-                           "container clusters get-credentials), or take the manifest elsewhere: --dry-run > job.yaml")
-    done = subprocess.run(["kubectl", "apply", "-f", "-"], input=rendered, text=True, check=False)
-    return 2 if done.returncode else 0
+    return job.hand_over(rendered, ["kubectl", "apply", "-f", "-"], "install it and connect it to the cluster (gcloud "
+                         "container clusters get-credentials), or take the manifest elsewhere: --dry-run > job.yaml",
+                         dry_run=options.dry_run)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="maxtext launch gke", description="Train a run as a JobSet on GKE: a pod a machine, restarted by "
-        "Kubernetes when one dies, from the newest checkpoint. Without --dry-run the manifest goes to kubectl.")
-    parser.add_argument("config", help="a YAML, or its name in configs/; the cluster gets it resolved")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as output_dir=/data/runs")
+        "Kubernetes when one dies, from the newest checkpoint. Without --dry-run the manifest, in which the config is "
+        "resolved, goes to kubectl.")
+    job.add_config(parser, "output_dir=/data/runs")
     parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE",
                         help="a TPU slice (v6e:4x4, v5p:4x4x4), or hosts and GPUs of each (h100:4x8)")
     parser.add_argument("--slices", type=int, default=1, metavar="N", help="slices of that shape (1)")
@@ -142,9 +135,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--scratch", metavar="gs://...", help="with --pathways: folder for its own files")
     parser.add_argument("--dry-run", action="store_true", help="print the manifest instead of handing it to kubectl")
     options = parser.parse_intermixed_args(list(argv))
-    for name, lowest in (("slices", 1), ("restarts", 0), ("elastic_slices", 0), ("slice_restarts", 0)):
-        if getattr(options, name) < lowest:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give {lowest} or more")
+    job.check_lowest(parser, options, slices=1, restarts=0, elastic_slices=0, slice_restarts=0)
     if options.pathways and options.scratch is None:
         parser.error("--pathways needs --scratch gs://BUCKET/FOLDER, where Pathways keeps its own files")
     if not options.pathways and (options.elastic_slices or options.scratch):

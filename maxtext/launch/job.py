@@ -1,12 +1,17 @@
-"""What the launchers share: the config of a job with its faults told, and names that engines accept."""
+"""What the launchers share: options and the config of a job with their faults told, the way to an engine, names."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 from maxtext.config.load import ConfigError, find_config, load_with_origins, to_yaml
+from maxtext.config.reason import placed
 from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
 from maxtext.config.validate import mesh_problems
@@ -15,6 +20,20 @@ DEVICE_COUNT = "xla_force_host_platform_device_count"
 # Exit statuses of `maxtext train` that another attempt meets again: a mistake in what was asked for, failed training.
 HOPELESS = (2, 3)
 TRY_AGAIN = 75  # and the one that asks for another attempt: a run that hung ended itself
+
+
+def add_config(parser: argparse.ArgumentParser, example: str) -> None:
+    """The words that name the run; `example` is an override that this engine's users need."""
+    parser.add_argument("config", help="a YAML, or its name in configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"such as {example}")
+
+
+def check_lowest(parser: argparse.ArgumentParser, options: argparse.Namespace, **lowest: int) -> None:
+    """Ends the process with what is wrong when an option that was given is below its lowest number."""
+    for name, number in lowest.items():
+        value = getattr(options, name)
+        if value is not None and value < number:
+            parser.error(f"--{name.replace('_', '-')} {value}: give {number} or more")
 
 
 def loaded(config: str, overrides: Sequence[str], devices: int | None) -> tuple[Config, str] | int:
@@ -36,6 +55,26 @@ def mistake(message: object) -> int:
     """Tells a mistake in what was asked for; the exit status of one."""
     print(message, file=sys.stderr)
     return 2
+
+
+def hand_over(text: str, command: Sequence[str], absent: str, *, dry_run: bool, folder: str | None = None) -> int:
+    """Gives a job to an engine's program on its standard input, or prints it. The exit status: 0, or 2 for a mistake.
+
+    Args:
+      absent: what to do where there is no such program.
+      folder: made before, for the engine's own files.
+    """
+    if dry_run:
+        print(text, end="")
+        return 0
+    if shutil.which(command[0]) is None:
+        return mistake(f"{command[0]} is not on this machine's PATH: {absent}")
+    try:
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        return mistake(placed(error))
+    return 2 if subprocess.run(command, input=text, text=True, check=False).returncode else 0
 
 
 def dns_label(name: str, longest: int = 40) -> str:

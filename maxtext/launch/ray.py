@@ -58,8 +58,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="maxtext launch ray", description="Train a run as a job of Ray Train: one worker a machine with TPUs, or "
         "a worker for some GPUs or CPUs. Ray starts the job again when a worker dies, and the run continues exactly.")
-    parser.add_argument("config", help="a YAML, or its name in configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.steps=1000")
+    job.add_config(parser, "train.steps=1000")
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="processes of the job")
     parser.add_argument("--topology", metavar="AxB", help="of the TPU slice that the job takes whole, such as 4x4")
     parser.add_argument("--accelerator", metavar="TYPE", help="with --topology: such as TPU-V6E")
@@ -85,11 +84,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--devices-per-worker only goes with --cpu")
     if options.devices_per_worker is None:
         options.devices_per_worker = 1
-    for name, lowest in (("workers", 1), ("gpus_per_worker", 1), ("devices_per_worker", 1), ("report_every", 1),
-                         ("retries", 0)):
-        value = getattr(options, name)
-        if value is not None and value < lowest:
-            parser.error(f"--{name.replace('_', '-')} {value}: give {lowest} or more")
+    job.check_lowest(parser, options, workers=1, gpus_per_worker=1, devices_per_worker=1, report_every=1, retries=0)
     return options
 
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxtext.launch import job
 
@@ -58,24 +55,17 @@ def run(argv: Sequence[str]) -> int:
     if isinstance(found, int):
         return found
     cfg, _ = found
-    text = script(options, cfg.run_name, cfg.run_dir)
-    if options.dry_run:
-        print(text, end="")
-        return 0
-    if shutil.which("sbatch") is None:
-        return job.mistake("sbatch is not on this machine's PATH: run this where SLURM's commands are, or take the "
-                           "script there: add --dry-run > job.sh")
-    # SLURM opens the log before the script runs, and makes no folders for it.
-    Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
-    return 2 if subprocess.run(["sbatch"], input=text, text=True, check=False).returncode else 0
+    # The folder is for the log: SLURM opens it before the script runs, and makes no folders for it.
+    return job.hand_over(script(options, cfg.run_name, cfg.run_dir), ["sbatch"], "run this where SLURM's commands are, "
+                         "or take the script there: add --dry-run > job.sh", dry_run=options.dry_run,
+                         folder=cfg.run_dir)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="maxtext launch slurm", description="Train a run as a batch job of SLURM, one process a node, which SLURM "
         "queues again until the run is complete. This folder and output_dir must be on a file system that all share.")
-    parser.add_argument("config", help="a YAML, or its name in configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.steps=1000")
+    job.add_config(parser, "train.steps=1000")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of the job (1)")
     parser.add_argument("--gpus-per-node", type=int, metavar="K", help="GPUs of each; without it the nodes' CPUs train")
     parser.add_argument("--time", metavar="LIMIT", help="of one attempt, such as 24:00:00")
@@ -87,10 +77,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--python", default=sys.executable, help="with this package, on the nodes (this one)")
     parser.add_argument("--dry-run", action="store_true", help="print the script instead of handing it to sbatch")
     options = parser.parse_intermixed_args(list(argv))
-    for name, lowest in (("nodes", 1), ("gpus_per_node", 1), ("retries", 0)):
-        value = getattr(options, name)
-        if value is not None and value < lowest:
-            parser.error(f"--{name.replace('_', '-')} {value}: give {lowest} or more")
+    job.check_lowest(parser, options, nodes=1, gpus_per_node=1, retries=0)
     return options
 
 

@@ -107,7 +107,8 @@ def test_without_slurm_it_says_where_to_run(monkeypatch: pytest.MonkeyPatch, cap
     assert told.startswith("sbatch is not on this machine's PATH: run this where SLURM's commands are")
 
 
-def test_the_script_goes_to_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_script_goes_to_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]):
     program = tmp_path / "sbatch"
     program.write_text(f"#!/bin/bash\ncat > {tmp_path}/given\n")
     program.chmod(0o755)
@@ -118,3 +119,7 @@ def test_the_script_goes_to_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "runs" / "quickstart").is_dir(), "for the log"
     program.write_text("#!/bin/bash\nexit 1\n")
     assert main(WORDS) == 2
+    capsys.readouterr()
+    (tmp_path / "file").touch()
+    assert main([*WORDS, "output_dir=file"]) == 2
+    assert capsys.readouterr().err == "file/quickstart: Not a directory\n"
