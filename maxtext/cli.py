@@ -135,21 +135,13 @@ def _run(cfg: Config, origins: dict[str, str] | None, listener: Callable[[int, M
          ) -> int:
     """Trains as `maxtext.train` does, and tells a mistake in a line."""
     from maxtext import api
-    from maxtext.checkpoint.manager import CheckpointError
-    from maxtext.data import DataError
-    from maxtext.eval.catalogue import TaskError
-    from maxtext.kernels.choice import KernelError
     from maxtext.parallel.launch import LaunchError
-    from maxtext.parallel.mesh import MeshError
-    from maxtext.train.lock import RunInUseError
-    from maxtext.train.loop import TrainingError
-    from maxtext.train.resume import ResumeError
-    from maxtext.train.trackers import TrackerError
+    from maxtext.train.mistakes import mistakes
+    from maxtext.train.stop import TrainingError
 
     try:
         api.train(cfg, origins=origins, listener=listener)
-    except (LaunchError, DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError,
-            TrackerError) as error:
+    except (LaunchError, *mistakes()) as error:
         return _mistake(error)
     except TrainingError as error:
         print(f"training stopped: {error}", file=sys.stderr)

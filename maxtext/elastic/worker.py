@@ -320,18 +320,10 @@ def _exchange(generation: Generation, rank: int, topic: str, words: str) -> list
 
 
 def _mistakes() -> tuple[type[Exception], ...]:
-    from maxtext.checkpoint.manager import CheckpointError
-    from maxtext.data import DataError
     from maxtext.elastic.private import PrivateNamesGone
-    from maxtext.eval.catalogue import TaskError
-    from maxtext.kernels.choice import KernelError
-    from maxtext.parallel.mesh import MeshError
-    from maxtext.train.lock import RunInUseError
-    from maxtext.train.resume import ResumeError
-    from maxtext.train.trackers import TrackerError
+    from maxtext.train.mistakes import mistakes
 
-    return (PrivateNamesGone, DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError,
-            TrackerError)
+    return PrivateNamesGone, *mistakes()
 
 
 def main() -> None:

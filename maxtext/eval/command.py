@@ -10,13 +10,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from maxtext.config.load import ConfigError
+from maxtext.config.show import print_problems
 
 if TYPE_CHECKING:
     from maxtext.eval.completion import Completion
     from maxtext.eval.opened import Weights
+
+Found = TypeVar("Found")
 
 
 def run_eval(argv: Sequence[str], open_transformers: Callable[[str], Weights]) -> int:
@@ -26,13 +29,8 @@ def run_eval(argv: Sequence[str], open_transformers: Callable[[str], Weights]) -
       open_transformers: opens a transformers folder. It comes from the caller, as conversion is no part of evaluation;
         its errors pass through.
     """
-    parser = argparse.ArgumentParser(prog="maxtext eval", description="Held-out sets and downstream "
-                                     "tasks on a checkpoint, or on a transformers folder, which is only read.")
-    parser.add_argument("model", metavar="MODEL", help="a run, an imported model, a folder of checkpoints, one step's, "
-                        "or a transformers folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the run's own config, such as "
-                        "eval.rows=truncated eval.batch=64 mesh.fsdp=8")
-    parser.add_argument("--step", type=int, help="this step; the newest good one by default")
+    parser = _parser("eval", "Held-out sets and downstream tasks on a checkpoint, or on a transformers folder, which "
+                     "is only read.", "eval.rows=truncated eval.batch=64 mesh.fsdp=8")
     parser.add_argument("--config", metavar="CONFIG", help="settings over the run's own, such as eval/olmo3_downstream")
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="only these held-out sets (with --tasks alone: none)")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these tasks (with --sets alone: none)")
@@ -53,14 +51,10 @@ def run_eval(argv: Sequence[str], open_transformers: Callable[[str], Weights]) -
         nonlocal output
         output = output_file(options.output, called)
 
-    try:
-        found = evaluate(options.model, open_transformers, overrides=options.overrides, step=options.step,
-                         config=options.config, sets=options.sets, tasks=options.tasks, known=known)
-    except ConfigError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
-        return 2
-    except _mistakes() as error:
-        print(error, file=sys.stderr)
+    found = _told(lambda: evaluate(
+        options.model, open_transformers, overrides=options.overrides, step=options.step, config=options.config,
+        sets=options.sets, tasks=options.tasks, known=known))
+    if found is None:
         return 2
     if jax.process_index() == 0:
         assert output is not None
@@ -77,12 +71,8 @@ def run_generate(argv: Sequence[str], open_transformers: Callable[[str], Weights
     Args:
       open_transformers: as of `run_eval`.
     """
-    parser = argparse.ArgumentParser(prog="maxtext generate", description="Texts that a checkpoint, or a "
-                                     "transformers folder, goes on from; the model is only read.")
-    parser.add_argument("model", metavar="MODEL", help="a run, an imported model, a folder of checkpoints, one step's, "
-                        "or a transformers folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the model's own config, such as "
-                        "train.compute_dtype=float32 mesh.tensor=2")
+    parser = _parser("generate", "Texts that a checkpoint, or a transformers folder, goes on from; the model is only "
+                     "read.", "train.compute_dtype=float32 mesh.tensor=2")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="to go on from; repeatable")
     parser.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; in a .jsonl file each line is a "
                         "JSON string, or an object with a prompt")
@@ -99,7 +89,6 @@ def run_generate(argv: Sequence[str], open_transformers: Callable[[str], Weights
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or a SentencePiece *.model; by default "
                         "that beside the weights, or of the run's data")
     parser.add_argument("--eos", metavar="TOKEN", help="end of a document, where the tokenizer does not say it")
-    parser.add_argument("--step", type=int, help="this step; the newest good one by default")
     parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt, text, ids, stopped")
     options = parser.parse_intermixed_args(argv)
     import jax
@@ -108,22 +97,39 @@ def run_generate(argv: Sequence[str], open_transformers: Callable[[str], Weights
     from maxtext.parallel.runtime import prepare_runtime
 
     prepare_runtime()
-    try:
-        prompts = read_prompts(options.prompt, options.prompts_file)
-        seconds, completions = complete(
-            options.model, prompts, open_transformers, overrides=options.overrides, step=options.step,
-            tokens=options.tokens, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-            seed=options.seed, stop=options.stop, context=options.context, tokenizer=options.tokenizer,
-            eos=options.eos, note=lambda text: print(text, file=sys.stderr))
-    except ConfigError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
-        return 2
-    except _mistakes() as error:
-        print(error, file=sys.stderr)
+    found = _told(lambda: complete(
+        options.model, read_prompts(options.prompt, options.prompts_file), open_transformers,
+        overrides=options.overrides, step=options.step, tokens=options.tokens, temperature=options.temperature,
+        top_k=options.top_k, top_p=options.top_p, seed=options.seed, stop=options.stop, context=options.context,
+        tokenizer=options.tokenizer, eos=options.eos, note=lambda text: print(text, file=sys.stderr)))
+    if found is None:
         return 2
     if jax.process_index() == 0:
+        seconds, completions = found
         _print(completions, options.json, seconds)
     return 0
+
+
+def _parser(verb: str, description: str, example: str) -> argparse.ArgumentParser:
+    """What both verbs are asked: which model, at which step, with which overrides."""
+    parser = argparse.ArgumentParser(prog=f"maxtext {verb}", description=description)
+    parser.add_argument("model", metavar="MODEL", help="a run, an imported model, a folder of checkpoints, one step's, "
+                        "or a transformers folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"over the model's own config, such as "
+                        f"{example}")
+    parser.add_argument("--step", type=int, help="this step; the newest good one by default")
+    return parser
+
+
+def _told(action: Callable[[], Found]) -> Found | None:
+    """What an action gives; None after a mistake in what was asked for, which is told."""
+    try:
+        return action()
+    except ConfigError as error:
+        print_problems(error)
+    except _mistakes() as error:
+        print(error, file=sys.stderr)
+    return None
 
 
 def _mistakes() -> tuple[type[Exception], ...]:
