@@ -71,17 +71,10 @@ def _train(members: list[Member], how: How) -> int:
     prepare_runtime()
     import jax
 
-    from maxtext.checkpoint.manager import CheckpointError
-    from maxtext.data import DataError
-    from maxtext.eval.catalogue import TaskError
-    from maxtext.kernels.choice import KernelError
-    from maxtext.parallel.mesh import MeshError
     from maxtext.sweep.results import read_rows, table, write_results
     from maxtext.train.console import Console
-    from maxtext.train.lock import RunInUseError
-    from maxtext.train.resume import ResumeError
+    from maxtext.train.mistakes import mistakes
     from maxtext.train.stop import Stopper, TrainingError
-    from maxtext.train.trackers import TrackerError
 
     if jax.process_count() > 1:
         print("a sweep runs in one process; start it once, on one machine", file=sys.stderr)
@@ -98,8 +91,7 @@ def _train(members: list[Member], how: How) -> int:
                 if stopped_by:
                     console.note(f"stopped by {stopped_by}; all is saved, and the same command continues from there")
                     break
-    except (DataError, TaskError, MeshError, KernelError, CheckpointError, ResumeError, RunInUseError,
-            TrackerError) as error:
+    except mistakes() as error:
         print(error, file=sys.stderr)
         return 2
     except TrainingError as error:
@@ -108,7 +100,7 @@ def _train(members: list[Member], how: How) -> int:
     rows = read_rows(members, parted)
     print(table(rows))
     try:
-        print("sweep:", *write_results(folder, rows, members))
+        print("sweep:", *write_results(folder, rows))
     except OSError as error:
         from maxtext.config.reason import placed
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -59,14 +60,16 @@ def members_of(config: Path, overrides: Sequence[str], over: Sequence[str], seed
     base = load_with_origins(config, overrides)[0]
     axes = [_axis(text) for text in over]
     if seeds is not None:
-        axes.append(("seed", [str(base.seed + i) for i in range(_checked(seeds))]))
+        if not 1 <= seeds <= LARGEST:
+            raise SweepError(f"--seeds {seeds}: give 1 to {LARGEST:,}")
+        axes.append(("seed", [str(base.seed + i) for i in range(seeds)]))
     keys = [key for key, _ in axes]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise SweepError(f"{', '.join(twice)} is swept twice; give all its values in one --over"
                          + (", or leave out --seeds" if "seed" in twice else ""))
     if not axes:
         raise SweepError("nothing to sweep: give --over key=value,value,... or --seeds N; one run is `maxtext train`")
-    if (count := _product(axes)) > LARGEST:
+    if (count := math.prod(len(values) for _, values in axes)) > LARGEST:
         sizes = " x ".join(f"{len(values)} of {key}" for key, values in axes)
         raise SweepError(f"{sizes} = {count:,} members, but a sweep has at most {LARGEST:,}; give fewer values")
     short = _short_names(keys)
@@ -146,19 +149,6 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += char
     return parts
-
-
-def _checked(seeds: int) -> int:
-    if seeds < 1:
-        raise SweepError(f"--seeds {seeds}: give 1 or more")
-    return seeds
-
-
-def _product(axes: Sequence[tuple[str, list[str]]]) -> int:
-    count = 1
-    for _, values in axes:
-        count *= len(values)
-    return count
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxtext.report.curves import smooth, thin, value_range
-from maxtext.report.run_files import ReportError, RunFiles, read_run
+from maxtext.report.run_files import ReportError, read_run
 from maxtext.sweep.grid import Member
 
 TRAINED, HELD_OUT = "train/CE loss", "eval/lm/macro/CE loss"
@@ -24,9 +24,10 @@ class Row:
     """One member.
 
     Attributes:
-      loss: training loss at the last update, smoothed as in reports; None before the first update.
+      loss: training loss at the last update, the end of `curve`; None before the first update.
       held_out: mean held-out loss at the last evaluation; None without one.
       parted: what its own run would have done and this one did not; empty: nothing.
+      curve: updates, and the training loss at each, smoothed and thinned as in reports.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Row:
     held_out: float | None
     skipped: int
     parted: str = ""
+    curve: tuple[Sequence[float], Sequence[float]] = ((), ())
 
     @property
     def score(self) -> float:
@@ -46,17 +48,19 @@ class Row:
 
 def read_rows(members: Sequence[Member], parted: Mapping[str, str]) -> list[Row]:
     """The members, the best first. One that has not trained yet stands last."""
-    rows = []
-    for member in members:
-        run = _run_of(member)
-        if run is None:
-            rows.append(Row(member.name, member.settings, 0, None, None, 0, parted.get(member.name, "")))
-            continue
-        losses, held_out = run.series(TRAINED)[1], run.series(HELD_OUT)[1]
-        skipped = sum(bool(record.get("optim/step skipped")) for record in run.records)
-        rows.append(Row(member.name, member.settings, int(run.records[-1]["step"]), smooth(losses)[-1] if losses else
-                        None, held_out[-1] if held_out else None, skipped, parted.get(member.name, "")))
-    return sorted(rows, key=lambda row: row.score)
+    return sorted((_row(member, parted.get(member.name, "")) for member in members), key=lambda row: row.score)
+
+
+def _row(member: Member, parted: str) -> Row:
+    try:
+        run = read_run(member.cfg.run_dir)
+    except ReportError:
+        return Row(member.name, member.settings, 0, None, None, 0, parted)
+    (steps, losses), held_out = run.series(TRAINED), run.series(HELD_OUT)[1]
+    smoothed = smooth(losses)
+    skipped = sum(bool(record.get("optim/step skipped")) for record in run.records)
+    return Row(member.name, member.settings, int(run.records[-1]["step"]), smoothed[-1] if smoothed else None,
+               held_out[-1] if held_out else None, skipped, parted, thin(steps, smoothed))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -75,7 +79,7 @@ def table(rows: Sequence[Row]) -> str:
     return text
 
 
-def write_results(folder: str, rows: Sequence[Row], members: Sequence[Member]) -> list[str]:
+def write_results(folder: str, rows: Sequence[Row]) -> list[str]:
     """Writes sweep.csv, sweep.json and sweep.png, each at once in whole; returns their paths."""
     os.makedirs(folder, exist_ok=True)
     paths = [os.path.join(folder, name) for name in FILES]
@@ -86,14 +90,15 @@ def write_results(folder: str, rows: Sequence[Row], members: Sequence[Member]) -
                          for row in rows)
     with open(paths[1] + ".tmp", "w", encoding="utf-8") as file:
         json.dump({"members": [_plain(row) for row in rows]}, file, indent=1, allow_nan=False)
-    draw(members, rows, paths[2] + ".tmp")
+    draw(rows, paths[2] + ".tmp")
     for path in paths:
         os.replace(path + ".tmp", path)
     return paths
 
 
-def draw(members: Sequence[Member], rows: Sequence[Row], path: str) -> None:
+def draw(rows: Sequence[Row], path: str) -> None:
     """Loss curves of all members on the left; on the right the last loss over the swept number with most values."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,22 +106,16 @@ def draw(members: Sequence[Member], rows: Sequence[Row], path: str) -> None:
     figure = Figure(figsize=(11 if swept else 7.5, 4.2), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2 if swept else 1, squeeze=False)[0]
-    order = {row.name: i for i, row in enumerate(rows)}
     shown: list[float] = []
-    from matplotlib import colormaps
-
-    for member in members:
-        run = _run_of(member)
-        steps, losses = run.series(TRAINED) if run else ([], [])
-        if losses:
-            colour = colormaps["viridis"](order[member.name] / max(len(rows) - 1, 1))
-            xs, ys = thin(steps, smooth(losses))
-            axes[0].plot(xs, ys, color=colour, lw=1.5, label=member.name if len(rows) <= 12 else None)
-            shown += ys
+    for i, row in enumerate(rows):
+        if row.curve[1]:
+            axes[0].plot(*row.curve, color=colormaps["viridis"](i / max(len(rows) - 1, 1)), lw=1.5,
+                         label=row.name if len(rows) <= 12 else None)
+            shown += row.curve[1]
     if shown:
         axes[0].set_ylim(*value_range(shown))
     _dress(axes[0], "Training loss, the best darkest", "update")
-    if 0 < len(rows) <= 12:
+    if shown and len(rows) <= 12:
         axes[0].legend(frameon=False, fontsize=7)
     if swept:
         _draw_swept(axes[1], swept, rows)
@@ -149,13 +148,6 @@ def _dress(axis: Any, title: str, below: str) -> None:
     axis.set_xlabel(below, fontsize=9)
     axis.grid(axis="y", color="#e3e7ed", lw=0.8)
     axis.set_axisbelow(True)
-
-
-def _run_of(member: Member) -> RunFiles | None:
-    try:
-        return read_run(member.cfg.run_dir)
-    except ReportError:
-        return None
 
 
 def _swept_number(rows: Sequence[Row]) -> str | None:
@@ -199,4 +191,4 @@ def _number(value: float | None) -> str:
 def _plain(row: Row) -> dict[str, Any]:
     """For JSON, which has no NaN."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in dataclasses.asdict(row).items()}
+            for name, value in dataclasses.asdict(row).items() if name != "curve"}

@@ -128,7 +128,7 @@ class Together:
         data = resolve(cfg)
         with jax.set_mesh(mesh):
             self.abstract = abstract_state(cfg, mesh)
-            self.batches = make_batches(cfg, data, self.program.batch_sharding(), Journal(self.runs[0].cfg.run_dir))
+            self.batches = make_batches(cfg, data, self.program.batch_sharding(), Journal(cfg.run_dir))
             held.callback(self.batches.close)
             with self.phases("restore"):
                 states = [run.first_state(self.step, self.abstract, self.batches, console.note) for run in self.runs]

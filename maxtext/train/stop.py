@@ -63,6 +63,9 @@ class Stopper:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)
+        around = getattr(self._previous.get(self._signal), "__self__", None)
+        if isinstance(around, Stopper):  # of a sweep that trains its members one by one: it stops too
+            around._signal = self._signal
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     def reason(self) -> str | None:

@@ -119,6 +119,17 @@ def test_what_does_not_fit_or_is_another_program_trains_in_turn(runs: Runs, one_
     assert updates_of(runs, "t") == ["2"] * 4
 
 
+def test_a_signal_in_the_last_update_of_a_member_stops_the_sweep_too(runs: Runs, one_device: None,
+                                                                      monkeypatch: pytest.MonkeyPatch,
+                                                                      capsys: pytest.CaptureFixture[str]):
+    short = ("train.steps=2", "eval.every=null", "checkpoint.every=null")
+    with monkeypatch.context() as patch:
+        when_written(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert sweep(runs, "s", *short, "--seeds", "2", "--memory", "1e-6") == 0
+    assert "stopped by SIGTERM; all is saved" in capsys.readouterr().out
+    assert updates_of(runs, "s") == ["2", "0"]
+
+
 def updates_of(runs: Runs, name: str) -> list[str]:
     return [row["update"] for row in rows_of(runs, name)]
 

@@ -74,7 +74,8 @@ def test_the_numbers_are_those_of_the_program(runs: Runs):
     (("optim.lr=1", "optim.lr=2"), None, "optim.lr is swept twice; give all its values in one --over"),
     (("seed=1,2",), 2, "seed is swept twice; give all its values in one --over, or leave out --seeds"),
     (("run_name=a,b",), None, "each member gets its own; sweep another key"),
-    (("seed=1,2",), 0, "--seeds 0: give 1 or more"),
+    ((), 0, "--seeds 0: give 1 to 1,024"),
+    ((), 10**9, "--seeds 1000000000: give 1 to 1,024"),
     ((f"optim.lr={','.join(map(str, range(1, 41)))}",), 40, "40 of optim.lr x 40 of seed = 1,600 members"),
 ])
 def test_a_wrong_grid_is_one_message(runs: Runs, over, seeds, message):
