@@ -174,8 +174,21 @@ def open_transformers(path: str, note: Callable[[str], None] = print) -> Loaded:
 
 
 def _texts(overrides: Sequence[Override]) -> list[str]:
-    """Overrides as the command line has them."""
+    """Overrides as the command line has them. Raises ConfigError for values that no config can hold."""
     from maxtext.config.dump import value_text
+    from maxtext.config.load import ConfigError
 
-    return [text for one in overrides for text in (
-        [one] if isinstance(one, str) else [f"{key}={value_text(value)}" for key, value in one.items()])]
+    texts: list[str] = []
+    problems: list[str] = []
+    for one in overrides:
+        if isinstance(one, str):
+            texts.append(one)
+            continue
+        for key, value in one.items():
+            try:
+                texts.append(f"{key}={value_text(value)}")
+            except TypeError as error:
+                problems.append(f"{key}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return texts

@@ -43,6 +43,14 @@ def test_a_config_is_loaded_over_texts_and_mappings():
                                                   "data.sources.code.repeat": 2.0, "train.max_seconds": None})
     assert cfg == load("quickstart", ["optim.lr=2e-3", "train.steps=70", 'generate.prompts=["def ", "a: b"]',
                                       "data.sources.code.repeat=2.0", "train.max_seconds=null"])
+    # What loops over grids and paths give.
+    other = mt.load("quickstart", {"optim.lr": np.logspace(-3, -1, 3)[1], "train.steps": np.int64(70),
+                                   "optim.eps": np.float32(0.5), "output_dir": Path("a b"),
+                                   "data.sources": {"code": {"repeat": 2}}})
+    assert other == load("quickstart", ["optim.lr=0.01", "train.steps=70", "optim.eps=0.5", "output_dir=a b",
+                                        "data.sources.code.repeat=2"])
+    with pytest.raises(ConfigError, match=r"optim.betas: array\(\[0.9, 0.9\]\) is of type ndarray; give text"):
+        mt.load("quickstart", {"optim.betas": np.asarray([0.9, 0.9])})
     with pytest.raises(ConfigError, match="did you mean"):
         mt.load("quickstart", {"optim.leaning_rate": 1})
     with pytest.raises(AttributeError, match="no attribute 'trian'"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -80,19 +82,23 @@ def _line(key: str, value: Any, depth: int, dotted: str) -> Iterator[tuple[int, 
 
 
 def value_text(value: Any) -> str:
-    """One value as YAML on one line."""
+    """One value as YAML on one line. Raises TypeError for what a config cannot hold."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return _text(value)
+    if isinstance(value, numbers.Integral):  # numpy's too, which print otherwise
+        return repr(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value))
+    if isinstance(value, str | os.PathLike):
+        return _text(os.fspath(value))
     if isinstance(value, tuple | list):
         return f"[{', '.join(value_text(item) for item in value)}]"
-    assert value == {}, value
-    return "{}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(str(key))}: {value_text(item)}' for key, item in value.items())}}}"
+    raise TypeError(f"{value!r} is of type {type(value).__name__}; give text, a number, a truth value, None, a list "
+                    "or a dict")
 
 
 def _text(text: str) -> str:
