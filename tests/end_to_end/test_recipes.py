@@ -125,6 +125,18 @@ def test_resume_and_resize(recipes: Recipes, quickstart: str):
     assert recipes.steps("resumed") == list(range(STEPS + 9))
 
 
+@pytest.mark.parametrize(("code", "said", "same"), [
+    (0, "the same", True), (1, "config: run_name", True), (1, "params.embed: 3 of 4 values differ", False),
+    (2, "no such run", False)])
+def test_resume_is_not_proven_by_a_comparison_that_failed(code: int, said: str, same: bool, tmp_path: Path):
+    """Beside a command that only answers `checkpoint diff`."""
+    (tmp_path / "maxtext").write_text(f'#!/bin/sh\n[ "$1" = train ] || {{ echo "{said}"; exit {code}; }}\n')
+    (tmp_path / "maxtext").chmod(0o755)
+    found = subprocess.run([str(ROOT / "end_to_end" / "resume.sh")], env=os.environ | {
+        "MAXTEXT": str(tmp_path / "maxtext")}, text=True, capture_output=True, check=False)
+    assert (found.returncode == 0, "every array has the same bits" in found.stdout) == (same, same)
+
+
 def test_hugging_face_round_trip(recipes: Recipes, quickstart: str):
     assert "wrote" in recipes("hf_round_trip.sh")
     assert (recipes.runs / "hf_again" / "model.safetensors").exists()
