@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.checkpoint.integrity import named_leaves
 from maxtext.config.reason import reason
 from maxtext.config.schema import Config
 from maxtext.parallel.mesh import batch_devices, sizes_of
+from maxtext.parallel.show import size_text
 from maxtext.train.state import abstract_state
 from maxtext.train.stop import TrainingError
 
@@ -38,29 +39,29 @@ def explained(cfg: Config, mesh: Mesh) -> Iterator[None]:
 def explanation(cfg: Config, mesh: Mesh, error: str) -> str:
     """One line: what was asked for, the biggest arrays of the state, settings that need less, where the rest is."""
     asked = _ASKED.search(error)
-    wanted = f" allocating {_size(float(asked[1])) if asked[1] else asked[2]}" if asked else ""
+    wanted = f" allocating {size_text(int(asked[1])) if asked[1] else asked[2]}" if asked else ""
     total, biggest = biggest_arrays(cfg, mesh)
-    arrays = ", ".join(f"{name} {shape} {_size(size)}" for name, shape, size in biggest)
+    arrays = ", ".join(f"{name} {shape} {size_text(size)}" for name, shape, size in biggest)
     helps = ", ".join(settings_that_help(cfg, batch_devices(mesh) // sizes_of(mesh)["pipeline"])[:3])
     return (f"out of memory{wanted} on a {mesh.devices.flat[0].device_kind} device{_limit(mesh)}. The state takes "
-            f"{_size(total)} of each device; its biggest arrays, with their moments: {arrays}. The rest is "
+            f"{size_text(total)} of each device; its biggest arrays, with their moments: {arrays}. The rest is "
             f"activations, gradients and the batch. Settings that need less: {helps}. `maxtext plan` tells what they "
             f"save before they are tried. "
             f"{_profile(cfg.run_dir)}")
 
 
-def biggest_arrays(cfg: Config, mesh: Mesh) -> tuple[float, list[tuple[str, tuple[int, ...], float]]]:
+def biggest_arrays(cfg: Config, mesh: Mesh) -> tuple[int, list[tuple[str, tuple[int, ...], int]]]:
     """Bytes of the state on one device, and the largest weights there: path, shape on the device, bytes with moments.
     """
     with jax.set_mesh(mesh):
         leaves = named_leaves(abstract_state(cfg, mesh))
-    found: dict[str, tuple[tuple[int, ...], float]] = {}
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
     for name, leaf in leaves.items():
         if leaf.sharding.memory_kind in (None, mesh.devices.flat[0].default_memory().kind):
             shape = leaf.sharding.shard_shape(leaf.shape)
             path = _MOMENTS.sub("", name)
-            before = found.get(path, (shape, 0.0))
-            found[path] = (before[0], before[1] + float(np.prod(shape) * leaf.dtype.itemsize))
+            before = found.get(path, (shape, 0))
+            found[path] = (before[0], before[1] + math.prod(shape) * leaf.dtype.itemsize)
     ordered = sorted(((path, shape, size) for path, (shape, size) in found.items()), key=lambda one: -one[2])
     return sum(size for *_, size in ordered), ordered[:_MOST]
 
@@ -100,12 +101,4 @@ def _profile(run_dir: str) -> str:
 def _limit(mesh: Mesh) -> str:
     stats = mesh.local_mesh.devices.flat[0].memory_stats() or {}
     limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use")
-    return f" of {_size(limit)}, {_size(used or 0)} in use" if limit else ""
-
-
-def _size(count: float) -> str:
-    for unit in ("GiB", "MiB"):
-        scale = 1 << (30 if unit == "GiB" else 20)
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count / 1024:.1f} KiB"
+    return f" of {size_text(limit)}, {size_text(used or 0)} in use" if limit else ""

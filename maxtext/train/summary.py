@@ -18,6 +18,7 @@ from maxtext.model.decoder import decoder_params
 from maxtext.model.matrices import matrices_of
 from maxtext.parallel.mesh import sizes_of
 from maxtext.parallel.sharding import is_param
+from maxtext.parallel.show import size_text
 from maxtext.train.schedule import learning_rate
 
 Rows = list[tuple[str, str]]
@@ -159,24 +160,16 @@ def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str, why_mesh:
     """Mesh and why `mesh: auto` chose it, estimated memory on one device, and checkpoint size."""
     memory = memory_per_device(cfg, dict(mesh_shape))
     parts = ("weights", "moments", "gradients", "activations", "logits")
-    split = ", ".join(f"{part} {_bytes(getattr(memory, part))}" for part in parts)
+    split = ", ".join(f"{part} {size_text(getattr(memory, part))}" for part in parts)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh_shape.items() if axis not in SPECIAL_AXES or size > 1)
     every = "only at the end" if cfg.checkpoint.every is None else f"every {cfg.checkpoint.every:,} updates"
     kept = "all kept" if cfg.checkpoint.keep_last is None else f"last {cfg.checkpoint.keep_last} kept"
     return [
         ("mesh", f"{axes} ({kind})"),
         *([("mesh: auto", "; ".join(why_mesh))] if why_mesh else []),
-        ("memory", f"about {_bytes(memory.total)} a device: {split}"),
-        ("checkpoint", f"{_bytes(state_bytes(cfg))} each, {every}, {kept}"),
+        ("memory", f"about {size_text(memory.total)} a device: {split}"),
+        ("checkpoint", f"{size_text(state_bytes(cfg))} each, {every}, {kept}"),
         *([("snapshots", f"every {cfg.checkpoint.snapshot_every:,} updates, two in the hosts' memory; they survive the "
                          f"death of a process, not of its machine")] if cfg.checkpoint.snapshots else []),
         ("outputs", cfg.run_dir),
     ]
-
-
-def _bytes(count: int) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024  # type: ignore[assignment]
-    return f"{count:.1f} TiB"
