@@ -5,7 +5,7 @@
 A state like that of AdamW (weights and two moments, float32, shared by 4 virtual devices) is saved, its files are read
 and copied plainly, and it is restored, by turns. A plain copy reads the checkpoint's files and writes them again, to
 the disk (fsync). The system has the files in its memory neither at a copy, nor at a read, nor at a restore. Medians are
-shown. `--write` puts the table into docs/reliability.md.
+shown. `--write` keeps them in docs/measured/checkpoint.json and puts the table into docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measured_page import RELIABILITY, write_page
+from benchmarks.measured_page import Cell, keep, machine, shown
 
 DEVICES, CHUNK = 4, 1 << 24
 
@@ -133,32 +133,33 @@ def measure(gb: float, rounds: int, folder: Path) -> dict[str, list[float]]:
     return {name: values[1:] if len(values) > 1 else values for name, values in found.items()}
 
 
-def table(found: dict[str, list[float]]) -> str:
-    """Markdown: what each part took, and against what it is held."""
+COLUMNS, FORMATS = ("", "seconds", "GB/s", "beside"), {"GB/s": ",.2f"}
+
+
+def table(found: dict[str, list[float]]) -> list[tuple[Cell, ...]]:
+    """What each part took, and against what it is held: rows of COLUMNS."""
     from maxtext.config.schema import CheckpointConfig
 
     size, cfg = found["bytes"][0], CheckpointConfig()
     of = {name: statistics.median(values) for name, values in found.items()}
 
-    def rate(name: str) -> tuple[str, str]:
-        return f"{of[name]:.2f}", f"{size / of[name] / 1e9:.2f}"
+    def rate(name: str) -> tuple[float, float]:
+        return round(of[name], 2), round(size / of[name] / 1e9, 2)
 
     def share(plain: str, ours: str) -> str:
         ratios = [one / other for one, other in zip(found[plain], found[ours], strict=True)]
         return f"{statistics.median(ratios):.0%} of a plain {plain}'s rate"
 
-    rows = [("", "seconds", "GB/s", ""), ("---",) * 4,
-            ("plain copy", *rate("copy"), ""),
+    return [("plain copy", *rate("copy"), None),
             ("save: written, hashed, committed", *rate("save"), share("copy", "save")),
-            ("until it has been read back and the old one is deleted", f"{of['tidied']:.2f}", "", ""),
-            ("of that the caller waits", f"{of['held']:.3f}", "",
+            ("until it has been read back and the old one is deleted", round(of["tidied"], 2), None, None),
+            ("of that the caller waits", round(of["held"], 3), None,
              f"{of['held'] / cfg.every:.4%} of updates of 1 s, one save in {cfg.every:,}"),
             ("restore: hashed, read, fingerprints compared", *rate("restore"), share("copy", "restore")),
-            ("plain read", *rate("read"), ""),
-            ("snapshot into memory: the caller waits", f"{of['snapshot']:.3f}", "",
+            ("plain read", *rate("read"), None),
+            ("snapshot into memory: the caller waits", round(of["snapshot"], 3), None,
              f"{of['snapshot'] / cfg.snapshot_every:.3%} of updates of 1 s, one snapshot in {cfg.snapshot_every}"),
-            ("until it is sealed", *rate("sealed"), "")]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            ("until it is sealed", *rate("sealed"), None)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,21 +167,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gb", type=float, default=1.0, help="1e9 bytes of the state")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default that of temporary files")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="keep the result in docs/, write the page's table")
     options = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    where = machine()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-benchmark-") as folder:
         found = measure(options.gb, options.rounds, Path(folder))
     for name, values in found.items():
         print(f"{name}: {' '.join(f'{value:.3f}' for value in values)}")
-    import jax
-
-    text = (f"{found['bytes'][0] / 1e9:.2f} GB, medians of {options.rounds} rounds, {os.cpu_count()} CPU cores, jax "
-            f"{jax.__version__}:\n\n{table(found)}")
-    print(text)
+    print(shown(COLUMNS, table(found), FORMATS))
     if options.write:
-        write_page(RELIABILITY, "checkpoint: written by python benchmarks/checkpoint.py", text)
+        keep("checkpoint", "reliability.md", COLUMNS, table(found), formats=FORMATS, machine=where, raw=found,
+             what=f"{found['bytes'][0] / 1e9:.2f} GB, medians of {options.rounds} rounds",
+             command="python benchmarks/checkpoint.py")
     return 0
 
 

@@ -3,7 +3,8 @@
     python benchmarks/elastic.py [CONFIG] [--workers 4] [--devices-per-worker 2] [--trials 16] [--write] [key=value ...]
 
 prints what each death of a worker cost; without a config, of a model of 0.92M parameters on random tokens. `--write`
-puts the table into docs/reliability.md. The functions are those that the tests and the fault campaign use.
+keeps it in docs/measured/recoveries.json and puts the table into docs/reliability.md. The functions are those that the
+tests and the fault campaign use.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measured_page import keep, machine, shown
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 MODEL = ("model.d_model=128", "model.d_ff=384", "model.n_layers=4", "mesh.data=-1", "mesh.fsdp=1",
          "train.steps=1000000", "schedule.total_steps=1000000", "checkpoint.every=1000",
          "checkpoint.keep_last=1")  # without a config; what is on disk must not be newer than what is in memory
@@ -209,14 +212,17 @@ ROWS = {"noticed": "SIGKILL, until the supervisor knows",
         "lost": "updates done again, with a snapshot every 10"}
 
 
-def table(recoveries: Sequence[Recovery]) -> str:
-    """Markdown of the median and the worst of each part."""
-    rows = [("seconds", "median", "worst"), ("---",) * 3]
+COLUMNS = ("seconds", "median", "worst")
+
+
+def table(recoveries: Sequence[Recovery]) -> list[tuple[str, float, float]]:
+    """The median and the worst of each part: rows of COLUMNS."""
+    rows = []
     for name, what in ROWS.items():
-        values = sorted(getattr(one, name) for one in recoveries)
-        kind = ".0f" if name == "lost" else ".2f"
-        rows.append((what, f"{statistics.median(values):{kind}}", f"{values[-1]:{kind}}"))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        values = [getattr(one, name) for one in recoveries]
+        rows.append((what, *(round(value, None if name == "lost" else 2)
+                             for value in (statistics.median(values), max(values)))))
+    return rows
 
 
 def measure(config: Path, run_dir: Path, workers: int, devices: int, trials: int, seed: int,
@@ -243,8 +249,9 @@ def main() -> None:
     parser.add_argument("--devices-per-worker", type=int, default=2)
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="keep the result in docs/, write the page's table")
     args = parser.parse_intermixed_args()
+    where = machine()
     overrides = [*args.overrides, "elastic.regroups_per_hour=1000", "log.report=false", "log.tensorboard=false"]
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
         config = args.config
@@ -255,14 +262,13 @@ def main() -> None:
             config = write_config(Path(folder))
         found, others = measure(config, Path(folder) / "runs" / "drill", args.workers, args.devices_per_worker,
                                 args.trials, args.seed, overrides)
-    text = (f"{args.trials} kills of one worker, every fourth of rank 0; {args.workers} workers with "
-            f"{args.devices_per_worker} virtual devices each, jax {version('jax')}, {os.cpu_count()} CPU cores; "
-            f"{others or 'no'} other worker died.\n\n{table(found)}")
-    print(text)
+    print(shown(COLUMNS, table(found)))
     if args.write:
-        from benchmarks.measured_page import RELIABILITY, write_page
-
-        write_page(RELIABILITY, "recoveries: written by python benchmarks/elastic.py", text)
+        keep("recoveries", "reliability.md", COLUMNS, table(found), machine=where,
+             command="python benchmarks/elastic.py",
+             what=f"{args.trials} kills of one worker, every fourth of rank 0; {args.workers} workers with "
+                  f"{args.devices_per_worker} virtual devices each; {others or 'no'} other worker died",
+             raw=[dataclasses.asdict(one) for one in found])
 
 
 if __name__ == "__main__":

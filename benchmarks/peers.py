@@ -16,7 +16,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measured_page import write_page
+from benchmarks.measured_page import processor, write_page
 
 HERE = Path(__file__).resolve().parent
 OURS, TORCH, OLMO_CORE, MAXTEXT = "ours", "torch.compile", "OLMo-core", "MaxText"
@@ -107,15 +106,6 @@ def keep(docs: Path, runs: Sequence[Run], load: float) -> None:
     kept["models"] = {name: kept["models"][name] for name in WORKLOADS if name in kept["models"]}
     file.write_text(json.dumps(kept, indent=1) + "\n")
     write(docs)
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def recorded(docs: Path) -> tuple[list[Run], list[dict[str, Any]]]:

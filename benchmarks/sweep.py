@@ -1,12 +1,13 @@
 """How long a sweep of tiny members takes, against as many runs one after another: the same runs, on the same machine.
 
-    python benchmarks/sweep.py [--members 16] [--steps 100] [--json FILE] [key=value ...]
+    python benchmarks/sweep.py [--members 16] [--steps 100] [--json FILE] [--write] [key=value ...]
 
 Each side is measured as a person meets it: `maxtext sweep`, and `maxtext train` for each member, with the start of its
 process, without a compilation cache; and by its updates alone, from the metrics that it wrote (`time/step (s)`).
 
 The members have 16 learning rates and the model of the tests' twins: 2 layers of width 32 and a vocabulary of 384, 8
-sequences of 32 tokens in a batch, on random tokens.
+sequences of 32 tokens in a batch, on random tokens. `--write` keeps the result in docs/measured/sweep.json and puts the
+table into docs/sweeps.md.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measured_page import keep, machine
+
 ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = ("", "runs by themselves", "one sweep", "times less")
 CONFIG = """\
 model: {{vocab_size: 384, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 64, layer_pattern: [window, full], window: 8}}
 data: {{sequence_length: 32, vocab_size: 384, eos_id: 1, pad_id: 2, sources: {{all: {{paths: [{tokens}]}}}}}}
@@ -39,8 +46,10 @@ def main() -> int:
     parser.add_argument("--members", type=int, default=16)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--write", action="store_true", help="keep the result in docs/, write the page's table")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
+    where = machine()
     with tempfile.TemporaryDirectory() as folder:
         tokens, config = Path(folder, "tokens.npy"), Path(folder, "tiny.yml")
         np.random.default_rng(0).integers(3, 384, 1 << 18).astype(np.uint16).tofile(tokens)
@@ -66,7 +75,21 @@ def main() -> int:
     print(json.dumps(found))
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    if args.write:
+        words = " ".join(["python benchmarks/sweep.py --members", str(args.members), "--steps", str(args.steps),
+                          *args.overrides])
+        keep("sweep", "sweeps.md", COLUMNS, table(found), machine=where, command=words, raw=found,
+             what=f"{args.members} tiny members (2 layers of width 32), {args.steps} updates")
     return 0
+
+
+def table(found: Mapping[str, float]) -> list[tuple[str, float, float, float]]:
+    """What all runs by themselves and the sweep took: rows of COLUMNS."""
+    kinds = {"CPU seconds": ("own_cpu_seconds", "sweep_cpu_seconds", "speedup_of_cpu"),
+             "wall seconds": ("own_seconds", "sweep_seconds", "speedup"),
+             f"seconds of updates 2 to {found['updates']}": ("own_update_seconds", "sweep_update_seconds",
+                                                             "speedup_of_updates")}
+    return [(f"{found['members']} members: {kind}", *(found[name] for name in names)) for kind, names in kinds.items()]
 
 
 def timed(verb: str, *words: object) -> tuple[float, float]:

@@ -38,6 +38,7 @@ CANNOT_RUN = {
     "python -m maxtext.plan.page": _WRITES,
     "python -m maxtext.report.metric_names": _WRITES,
     "python scripts/draw_parallelism.py": _WRITES,
+    "python benchmarks/measured_page.py": _WRITES,
     "python benchmarks/gates.py": "takes minutes; tests/compare/test_gates.py runs its parts",
     "python tests/oracles/families/make.py": "needs torch and transformers, and rewrites what the tests compare with",
     "maxtext convert trace": _TORCH,

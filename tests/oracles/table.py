@@ -1,6 +1,8 @@
-"""Writes docs/numerics.md: for each training case of the reference, the worst gap of our replay against its limit.
+"""For each training case of the reference, the worst gap of our replay against its limit, as a table.
 
     python -m tests.oracles.table [FOLDER_OF_CASES]
+
+keeps it in docs/measured/replays.json and writes it into docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.oracles.replay import Replay
 
-ROOT = Path(__file__).parents[2]
-MARK = "<!-- generated below by python -m tests.oracles.table -->"
+COLUMNS = ("case", "steps", "cross-entropy, first step", "cross-entropy, worst step", "mean signed gap",
+           "grad norm, worst relative", "final logits, worst", "skip decisions")
 
 
-def row(folder: Path) -> str:
+def row(folder: Path) -> list[str | int]:
+    """The cells of one case, in the order of COLUMNS."""
     import numpy as np
 
     from tests.oracles.test_cases import FINAL_LOGITS_ATOL, GRAD_NORM_RTOL, exact_steps, limits, metrics, replayed
@@ -32,14 +35,13 @@ def row(folder: Path) -> str:
     until = "" if held == len(gaps) else f"; {np.abs(gaps[:held]).max():.1e} through step {held} (limit 5e-06)"
     logit_cell = "not held" if until else f"{final_logits_gap(folder, ours):.1e} (limit {logit_limit:.0e})"
     same = all(a == b for a, b in zip(ours.skipped, metrics(case, "optim/step skipped").tolist(), strict=True))
-    cells = [
-        folder.name, str(len(case.steps)), f"{abs(gaps[0]):.1e}",
+    return [
+        folder.name, len(case.steps), f"{abs(gaps[0]):.1e}",
         f"{np.abs(gaps).max():.1e} (limit {limits(case).max():.0e}){until}", f"{gaps.mean():+.1e}",
         f"{(np.abs(ours.grad_norm - norms) / norms)[:held].max():.1e}{norm_limit}",
         logit_cell,
         "equal" if same else "differ",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def final_logits_gap(folder: Path, ours: Replay) -> float:
@@ -52,15 +54,11 @@ def final_logits_gap(folder: Path, ours: Replay) -> float:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "cases"
-    page = ROOT / "docs" / "numerics.md"
-    kept = page.read_text().split(MARK)[0]
-    heads = ("case", "steps", "cross-entropy, first step", "cross-entropy, worst step", "mean signed gap",
-             "grad norm, worst relative", "final logits, worst", "skip decisions")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    lines += [row(path.parent) for path in sorted(folder.glob("*/record.json"))]
-    import jax
+    from benchmarks.measured_page import keep, machine
 
-    page.write_text(kept + MARK + "\n\n" + "\n".join(lines) + f"\n\nMeasured on CPU with jax {jax.__version__}.\n")
+    where, rows = machine(), [row(path.parent) for path in sorted(folder.glob("*/record.json"))]
+    keep("replays", "numerics.md", COLUMNS, rows, machine=where, command="python -m tests.oracles.table",
+         what="models of 5 layers and width 64")
 
 
 if __name__ == "__main__":
