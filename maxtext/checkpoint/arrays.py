@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import functools
+import json
 import logging
 import os
 import sys
@@ -185,3 +186,16 @@ def reason(error: BaseException) -> str:
     """An error as one line; of a long one both ends, because the operating system's reason stands at the end."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 600 else f"{text[:250]} ... {text[-350:]}"
+
+
+def undecodable(error: BaseException | None) -> bool:
+    """Whether a read failed because of what the files hold, as where memory was wrong before they were written.
+
+    TensorStore says so of its own files by a status, and the JSON beside them does not parse. Of all else a machine or
+    a version may be the cause, and then no other checkpoint would be read either.
+    """
+    while error is not None:
+        if "DATA_LOSS" in str(error) or isinstance(error, json.JSONDecodeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

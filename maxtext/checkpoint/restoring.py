@@ -206,8 +206,12 @@ class SavedSteps:
         try:
             restored = self._orbax.read(os.path.join(step_dir, found.arrays), found.leaves, wanted)
         except Exception as error:
-            # The files are what was saved, so this is the machine (memory, a missing device), not the checkpoint.
-            raise CheckpointError(f"{step_dir} is intact but could not be read: {arrays.reason(error)}") from error
+            if not arrays.undecodable(error):
+                # The files are what was saved, so this is the machine (memory, a missing device), not the checkpoint.
+                raise CheckpointError(f"{step_dir} is intact but could not be read: {arrays.reason(error)}") from error
+            restored, damage = {}, f"its files are as they were hashed, but hold no arrays: {arrays.reason(error)}"
+        if not all_agree(damage is None):
+            raise Damaged(damage or "another process found that its files hold no arrays")
         for name, sums in integrity.tree_fingerprints(restored).items():
             if sums != found.leaves[name].fingerprint:
                 raise Damaged(f"leaf {name} does not have the fingerprint that it was saved with")

@@ -137,6 +137,30 @@ def test_arrays_that_were_wrong_when_they_were_hashed(directory: Path, caplog: p
     assert (directory / f"{BAD}.bad-1").is_dir()
 
 
+@pytest.mark.parametrize(("part", "word"), [
+    ("arrays-1/manifest.ocdbt", "DATA_LOSS"), ("arrays-1/_METADATA", "Expecting value")])
+def test_files_that_hold_no_arrays_although_they_are_as_hashed(directory: Path, part: str, word: str,
+                                                               caplog: pytest.LogCaptureFixture):
+    """What tells where the arrays lie was wrong when it was hashed: the step is set aside like any other bad one."""
+    step_dir = directory / BAD
+    flip(step_dir / part, 0)
+    rehash(step_dir, part)
+    assert restore(directory) == 10
+    assert "its files are as they were hashed, but hold no arrays: " in caplog.text
+    assert word in caplog.text
+    assert (directory / f"{BAD}.bad-1").is_dir()
+
+
+def test_a_read_that_the_machine_fails_leaves_the_step_alone(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(*args: object) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr("maxtext.checkpoint.arrays.Orbax.read", fails)
+    with pytest.raises(CheckpointError, match="is intact but could not be read: RESOURCE_EXHAUSTED"):
+        restore(directory)
+    assert (directory / BAD).is_dir()
+
+
 def rehash(step_dir: Path, name: str) -> None:
     """Make the manifest agree with a changed file."""
     document = json.loads((step_dir / "manifest.json").read_text())
