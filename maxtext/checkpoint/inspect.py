@@ -41,10 +41,10 @@ def run(argv: Sequence[str]) -> int:
         chosen = [entry for entry in entries if options.step in (None, entry.step)]
         return _verify(directory, chosen, set_aside=options.command == "scrub")
     except NotADirectoryError as error:
-        print(f"error: {error.strerror}; {WHAT_TO_GIVE}", file=sys.stderr)
+        print(f"{error.strerror}; {WHAT_TO_GIVE}", file=sys.stderr)
         return 2
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2 if options.command == "diff" else 1  # 1 of diff means that two steps differ
 
 

@@ -43,10 +43,10 @@ def _told(action: Callable[[], int]) -> int:
     try:
         return action()
     except (ConvertError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     except OSError as error:  # a disk that is full, a folder that cannot be written
-        print(f"error: {placed(error)}", file=sys.stderr)
+        print(placed(error), file=sys.stderr)
         return 2
 
 

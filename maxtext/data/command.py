@@ -40,7 +40,7 @@ def run_prepare(argv: Sequence[str]) -> int:
         options = _options(args)
         manifest, written = prepare(options)
     except (DataError, OSError) as error:
-        print(f"error: {placed(error)}", file=sys.stderr)
+        print(placed(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
@@ -103,12 +103,24 @@ def _options(args: argparse.Namespace) -> Options:
             raise DataError(f"--{name.replace('_', '-')} {value}: give {int(name == 'workers')} or more")
     if args.tokenizer is None and (args.eos or args.pad or args.bos):
         raise DataError("--eos, --pad and --bos name tokens of a --tokenizer; a trained one has its own")
-    named = args.tokenizer is None or args.tokenizer == "bytes" or args.tokenizer.startswith("tiktoken:")
-    if not named and not Path(args.tokenizer).is_file():
-        raise DataError(f"--tokenizer {args.tokenizer}: no such file")
+    _check_tokenizer(args.tokenizer)
     out = Path(os.path.abspath(args.out)) if args.out in ("", ".", "..") else Path(args.out)
     return Options(out, sources, heldout, args.vocab_size, args.tokenizer, args.eos, args.pad, args.bos, args.max_bad,
                    args.special_tokens, args.workers, args.force)
+
+
+def _check_tokenizer(given: str | None) -> None:
+    """Raises DataError where --tokenizer names nothing that could be one, before any text is read."""
+    if given is None or given == "bytes" or given.startswith("tiktoken:"):
+        return
+    from maxtext.data.tokenizer import KINDS, SUFFIXES
+
+    if not Path(given).is_file():
+        raise DataError(f"--tokenizer {given}: no such file; give a SentencePiece .model or a Hugging Face "
+                        "tokenizer.json that is here, bytes, or tiktoken:NAME; without --tokenizer one is "
+                        "trained on the text")
+    if Path(given).suffix not in SUFFIXES:
+        raise DataError(f"--tokenizer {given}: {KINDS}; without --tokenizer one is trained on the text")
 
 
 def pairs(items: Sequence[str], option: str) -> dict[str, str]:
@@ -121,7 +133,8 @@ def pairs(items: Sequence[str], option: str) -> dict[str, str]:
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or not value or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise DataError(f"{option} {item}: expected NAME=VALUE with a NAME of letters, digits, _ . and -")
+            raise DataError(f"{option} {item}: expected NAME=VALUE with a NAME of letters, digits, _ . and -, such as "
+                            f"{option} mine={value if equals and value else item}")
         if name in found:
             raise DataError(f"{option} {item}: {name} is given twice")
         found[name] = value
@@ -178,7 +191,7 @@ def run_inspect(argv: Sequence[str]) -> int:
     try:
         found = inspect(cfg, args.step, args.row)
     except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     print(json.dumps(found, ensure_ascii=False) if args.json else show(found))
     return 0
@@ -234,5 +247,5 @@ def _positive(n: int) -> int:
 
 def _mistake(error: Exception, path: str | None) -> int:
     text = f"{path}: cannot write ({reason(error)})" if isinstance(error, OSError) else str(error)
-    print(f"error: {text}", file=sys.stderr)
+    print(text, file=sys.stderr)
     return 2

@@ -10,6 +10,7 @@ import array
 import io
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ PAD_NAMES = ("<|pad|>", "<pad>", "<|padding|>", "[PAD]")
 TRAINED_NAMES = ("<unk>", "</s>", "<pad>")  # of the special ids of `train_sentencepiece`
 
 CHECKED_AT_ONCE = 1 << 25  # bytes; the check takes some twelve times as many
+SUFFIXES = (".model", ".json", ".bytes")
+KINDS = "a tokenizer is a SentencePiece *.model, a Hugging Face tokenizer.json, a *.tiktoken.json or a *.bytes"
 
 
 def cpu_count() -> int:
@@ -269,8 +272,7 @@ def load_tokenizer(path: str | Path, eos: str | None = None, pad: str | None = N
         return SentencePieceTokenizer(data, str(path), eos, pad, threads)
     if path.suffix == ".bytes":
         return ByteTokenizer(str(path), eos, pad)
-    raise DataError(f"{path}: a tokenizer is a SentencePiece *.model, a Hugging Face tokenizer.json, a "
-                    f"*.tiktoken.json or a *.bytes, not {path.suffix or 'a file without suffix'}")
+    raise DataError(f"{path}: {KINDS}, not {path.suffix or 'a file without suffix'}")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -296,9 +298,19 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             unk_id=0, eos_id=1, pad_id=2, bos_id=-1, max_sentence_length=1 << 30, input_sentence_size=0,
             num_threads=min(8, cpu_count()), minloglevel=2)
     except RuntimeError as error:
-        detail = " ".join(str(error).split())
-        raise DataError(f"--vocab-size {vocab_size}: SentencePiece cannot train on this text: {detail}") from error
+        raise DataError(_untrainable(vocab_size, " ".join(str(error).split()))) from error
     return model.getvalue()
+
+
+def _untrainable(vocab_size: int, detail: str) -> str:
+    """What to do where SentencePiece refuses a text; `detail` is its own message."""
+    if most := re.search(r"Please set it to a value <= (\d+)", detail):
+        return (f"--vocab-size {vocab_size}: so little text gives at most {most[1]} pieces; give --vocab-size "
+                f"{most[1]} (a model may have more rows than its tokenizer), more text, or --tokenizer bytes")
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", detail):
+        return (f"--vocab-size {vocab_size}: the characters of this text alone take {least[1]} pieces; give "
+                f"--vocab-size {least[1]} or more, or --tokenizer bytes")
+    return f"--vocab-size {vocab_size}: SentencePiece cannot train on this text: {detail}"
 
 
 def _sentencepiece_bytes(model: Any, i: int) -> bytes:

@@ -77,7 +77,7 @@ def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
     for name, fault, code in (("none", "does not exist", 2), ("file", "is no folder", 2)):
         for verb in ("ls", "verify", "scrub"):
             assert run([verb, str(tmp_path / name)]) == code
-            assert capsys.readouterr().err == f"error: {tmp_path / name} {fault}; {what_to_give}\n"
+            assert capsys.readouterr().err == f"{tmp_path / name} {fault}; {what_to_give}\n"
     assert run(["ls", str(tmp_path / "empty")]) == 1
     assert capsys.readouterr().err == f"no checkpoints in {tmp_path / 'empty'}; {what_to_give}\n"
     assert run(["verify", str(tmp_path / "empty")]) == 1

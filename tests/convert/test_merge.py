@@ -139,7 +139,7 @@ def test_what_cannot_be_averaged_is_refused_before_anything_is_written(runs: tup
     assert "exists and is not empty" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["checkpoint", "merge", str(tmp_path / "file" / "m"), a, b]) == 2
-    assert capsys.readouterr().err == (f"error: {tmp_path}/file/m: cannot be made ({tmp_path}/file is no folder); give "
+    assert capsys.readouterr().err == (f"{tmp_path}/file/m: cannot be made ({tmp_path}/file is no folder); give "
                                        "a place that you may write\n")
 
 

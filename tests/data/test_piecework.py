@@ -224,7 +224,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_a_file(corpus, tmp_path, mon
     monkeypatch.setattr(encode.TokenWriter, "write", full)
     argv = ["--out", str(tmp_path / "out"), "--source", f"a={corpus}", "--tokenizer", "bytes", "--workers", "1"]
     assert run(argv) == 2
-    assert capsys.readouterr().err == "error: No space left on device\n"
+    assert capsys.readouterr().err == "No space left on device\n"
 
 
 def test_two_at_once_are_refused(corpus, tmp_path):

@@ -76,7 +76,7 @@ def test_each_policy(run, tokenizer_files, kind):
 def test_refused_with_the_place_or_counted_in_the_budget(run):
     code, _, _, told = run("bytes", "refuse")
     assert code == 2
-    assert told == (f"error: a.jsonl:2: document a.jsonl:2: holds the name of the special token {EOS} at character 4. "
+    assert told == (f"a.jsonl:2: document a.jsonl:2: holds the name of the special token {EOS} at character 4. "
                     "Mend it, or let --max-bad N leave up to N such records out\n")
     code, manifest, texts, _ = run("bytes", "refuse", "--max-bad", "2")
     assert (code, texts, manifest["dropped"]["bad"]) == (0, ["plain", "plain again"], 2)

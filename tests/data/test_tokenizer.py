@@ -1,6 +1,7 @@
 """Tokenizers: lossless for every text, exact byte counts, the same model from the same text."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -177,5 +178,17 @@ def test_unknown_decoder_is_refused(byte_level):
 def test_vocabulary_size_is_checked():
     with pytest.raises(DataError, match="--vocab-size 100 is below 300"):
         train_sentencepiece(iter(TEXTS), 100)
-    with pytest.raises(DataError, match=r"--vocab-size 30000: SentencePiece cannot train"):
-        train_sentencepiece(iter(["a short text"]), 30000)
+    little_text = ["a short text, of few words"] * 20
+    with pytest.raises(DataError) as little:  # what it advises is then done
+        train_sentencepiece(iter(little_text), 2048)
+    most = int(re.fullmatch(r"--vocab-size 2048: so little text gives at most (\d+) pieces; give --vocab-size \1 .*"
+                            r"more text, or --tokenizer bytes", str(little.value))[1])
+    assert SentencePieceTokenizer(train_sentencepiece(iter(little_text), most)).vocab_size == most
+    many = ["".join(chr(0x4E00 + i) for i in range(400)) * 3]
+    with pytest.raises(DataError) as wide:
+        train_sentencepiece(iter(many), 400)
+    least = int(re.fullmatch(r"--vocab-size 400: the characters of this text alone take (\d+) pieces; give "
+                             r"--vocab-size \1 or more, or --tokenizer bytes", str(wide.value))[1])
+    assert SentencePieceTokenizer(train_sentencepiece(iter(many), least)).vocab_size == least
+    with pytest.raises(DataError, match="--vocab-size 2048: SentencePiece cannot train on this text: INTERNAL"):
+        train_sentencepiece(iter([]), 2048)
