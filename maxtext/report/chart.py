@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 
-from maxtext.report.curves import linear_ticks, log_ticks, short, smooth, thin, value_range
+from maxtext.report.curves import linear_ticks, log_ticks, short, smooth, thin, tick_labels, value_range
 
 _SIZE = 1000.0
 
@@ -85,8 +85,10 @@ def chart(title: str, curves: Sequence[Curve], *, note: str = "", marks: Sequenc
             legend.append(f'<span><i class="mark" style="background:{mark.colour}"></i>{html.escape(mark.name)} '
                           f"<b>{len(inside)}</b></span>")
     grid = "".join(f"M0 {to_y(y):.1f}h1000" for y in ticks_y)
-    labels = "".join(f'<span class="y" style="top:{to_y(y) / 10:.2f}%">{short(y)}</span>' for y in ticks_y)
-    labels += "".join(f'<span class="x" style="left:{to_x(x) / 10:.2f}%">{short(x)}</span>' for x in ticks_x)
+    labels = "".join(f'<span class="y" style="top:{to_y(y) / 10:.2f}%">{text}</span>'
+                     for y, text in zip(ticks_y, tick_labels(ticks_y), strict=True))
+    labels += "".join(f'<span class="x" style="left:{to_x(x) / 10:.2f}%">{text}</span>'
+                      for x, text in zip(ticks_x, tick_labels(ticks_x), strict=True))
     payload = json.dumps({"x": [x_low, x_high], "curves": data}).replace("<", "\\u003c")
     suffix = f" <small>{html.escape(note)}</small>" if note else ""
     return (f'<figure{" class=wide" if wide else ""}><figcaption><h2>{html.escape(title)}{suffix}</h2>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -45,7 +46,7 @@ def value_range(ys: Sequence[float], from_zero: bool = False) -> tuple[float, fl
         high = last + (last - first)
     if from_zero:
         low = min(low, 0.0)
-    if high <= low:
+    if high - low <= 1e-4 * abs(high):  # a constant, but for rounding
         margin = abs(high) * 0.1 or 1.0
         return (low if from_zero else low - margin), high + margin
     margin = (high - low) * 0.05
@@ -69,6 +70,15 @@ def log_ticks(low: float, high: float) -> list[float]:
         if len(ticks) >= 3:
             break
     return ticks
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """`short` of each; where two of them would read the same, all with the digits that tell them apart."""
+    texts = [short(tick) for tick in ticks]
+    if len(set(texts)) == len(texts):
+        return texts
+    step = min(after - before for before, after in itertools.pairwise(ticks))
+    return [f"{tick:,.{max(0, -math.floor(math.log10(step * 1.001)))}f}" for tick in ticks]
 
 
 def short(value: float) -> str:

@@ -13,7 +13,7 @@ import pytest
 from maxtext.config import schema
 from maxtext.report import write
 from maxtext.report.chart import Curve, chart
-from maxtext.report.curves import linear_ticks, log_ticks, short, smooth, thin, value_range
+from maxtext.report.curves import linear_ticks, log_ticks, short, smooth, thin, tick_labels, value_range
 from maxtext.report.run_files import ReportError, read_run
 from maxtext.report.write import write_report
 from maxtext.train.metrics import MetricsWriter
@@ -240,6 +240,8 @@ def test_value_range_ignores_far_outliers_but_no_ordinary_value():
     assert value_range([*values, 1e6])[1] < 5
     assert value_range([1.0])[0] < 1.0 < value_range([1.0])[1]
     assert value_range([0.0]) == (-1.0, 1.0)
+    assert value_range([0.1, 0.100005])[0] < 0.095, "a constant, but for rounding"
+    assert value_range([0.1, 0.1001])[0] > 0.0999
     assert value_range([0.0], from_zero=True) == (0.0, 1.0)
 
 
@@ -254,6 +256,14 @@ def test_log_ticks():
     assert log_ticks(0.5, 40) == pytest.approx([1, 3, 10, 30])
     assert log_ticks(0.02, 5000) == pytest.approx([0.1, 1, 10, 100, 1000])
     assert log_ticks(1.4, 6) == pytest.approx([2, 5])
+
+
+@pytest.mark.parametrize(("ticks", "texts"), [
+    ([0, 0.5, 1], ["0", "0.5", "1"]), ([0.09999, 0.1, 0.10001], ["0.09999", "0.10000", "0.10001"]),
+    ([12_340, 12_360, 12_380], ["12,340", "12,360", "12,380"]), ([5], ["5"]), ([], []),
+])
+def test_ticks_read_differently(ticks, texts):
+    assert tick_labels(ticks) == texts
 
 
 @pytest.mark.parametrize(("value", "text"), [
