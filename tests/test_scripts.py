@@ -102,5 +102,5 @@ def test_what_tests_need_is_installed_by_hash_and_then_cannot_be_missing(tmp_pat
 def test_the_whole_check_leaves_no_material_out():
     lines = (ROOT / ".ci/run").read_text().splitlines()
     assert [line.strip() for line in lines if line.strip().endswith("scripts/test.sh")] == [
-        "TORCH=1 REAL=1 DATA=1 TRACKERS=1 DOCS=1 LAUNCH=1 scripts/test.sh",
-        "REAL=1 DATA=1 TRACKERS=1 DOCS=1 LAUNCH=1 scripts/test.sh"]
+        'TORCH=1 REAL=1 DATA=1 TRACKERS=1 DOCS=1 LAUNCH=1 BROWSER="$browser" scripts/test.sh',
+        'REAL=1 DATA=1 TRACKERS=1 DOCS=1 LAUNCH=1 BROWSER="$browser" scripts/test.sh']
