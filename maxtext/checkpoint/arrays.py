@@ -19,6 +19,7 @@ from maxtext.checkpoint import integrity, streamed
 from maxtext.checkpoint.manifest import CheckpointError, Leaf, Manifest
 
 PyTree = Any
+_FILE_BYTES = 128 << 20  # about, of a data file: enough of them to be written, hashed and read at the same time
 
 
 class Orbax:
@@ -49,7 +50,7 @@ class Orbax:
         self._writer = self._writer or self._checkpointer()
         import orbax.checkpoint as ocp
 
-        self._writer.save(path, args=ocp.args.PyTreeSave(arrays))
+        self._writer.save(path, args=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES))
 
     def finish(self) -> None:
         """Wait until all is written; raises what went wrong."""

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from maxtext.checkpoint import arrays, integrity, manifest, streamed, upkeep
+from maxtext.checkpoint.early_hashes import EarlyHashes
 from maxtext.checkpoint.lease import Lease
 from maxtext.checkpoint.manifest import CheckpointError, Damaged, Leaf, Manifest
 from maxtext.checkpoint.processes import from_process_0
@@ -189,17 +190,20 @@ class Checkpoints(SavedSteps):
             self._saving = None
 
     def _finish(self, job: _Save) -> None:
-        """In the background: wait until Orbax has written, then hash, commit and apply the policy."""
+        """In the background: hash while Orbax writes, then commit and apply the policy."""
+        early = EarlyHashes(job.step_dir, job.arrays) if jax.process_index() == 0 else None
         try:
             self._orbax.finish()
             if jax.process_index() == 0:
-                self._commit(job)
+                self._commit(job, early)
         except Exception as error:
             self._failed(job, error)
         finally:
             self._saving_step = None
+            if early is not None:
+                early.stop()
 
-    def _commit(self, job: _Save) -> None:
+    def _commit(self, job: _Save, early: EarlyHashes | None = None) -> None:
         self._refuse_abandoned()
         sums = integrity.fetch_sums(job.sums)
         leaves = {
@@ -208,8 +212,9 @@ class Checkpoints(SavedSteps):
         }
         if broken := [name for name, leaf in leaves.items() if leaf.nonfinite]:
             log.warning("step %d holds NaN or infinite values in %s", job.step, ", ".join(broken))
-        saved = Manifest(job.step, job.arrays, leaves, manifest.record_files(job.step_dir, job.arrays), job.extra,
-                         self._config_text, versions(), manifest.utc_now(), self._token(), job.provenance)
+        files = manifest.record_files(job.step_dir, job.arrays, early)
+        saved = Manifest(job.step, job.arrays, leaves, files, job.extra, self._config_text, versions(),
+                         manifest.utc_now(), self._token(), job.provenance)
         manifest.stage(job.step_dir, saved)
         if self._lease is not None:
             self._lease.check()  # as late as can be; what still slips in is not in the base of the newer token

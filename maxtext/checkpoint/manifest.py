@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from maxtext.checkpoint import lease
+from maxtext.checkpoint.early_hashes import EarlyHashes, stamp
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -218,8 +219,11 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], thread
     return [results[index] for index in range(len(items))]
 
 
-def record_files(step_dir: str, arrays: str) -> dict[str, FileRecord]:
-    """Hash every file that Orbax wrote and force files and directories to disk (Orbax does not sync all of them)."""
+def record_files(step_dir: str, arrays: str, early: EarlyHashes | None = None) -> dict[str, FileRecord]:
+    """Hash every file that Orbax wrote and force files and directories to disk (Orbax does not sync all of them).
+
+    Of a file that has not changed since `early` hashed it that hash is taken.
+    """
     names, dirs = [], []
     for folder, _, files in os.walk(os.path.join(step_dir, arrays)):
         dirs.append(folder)
@@ -228,11 +232,13 @@ def record_files(step_dir: str, arrays: str) -> dict[str, FileRecord]:
 
     def record(name: str) -> FileRecord:
         with open(os.path.join(step_dir, name), "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            stat = os.fstat(file.fileno())
+            digest = early.of(stamp(stat)) if early else None
+            digest = digest or hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # who reads it next reads the disk, and not what the system remembers
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return FileRecord(os.fstat(file.fileno()).st_size, digest)
+            return FileRecord(stat.st_size, digest)
 
     records = in_threads(record, names, _HASH_THREADS)
     for folder in reversed(dirs):
