@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxtext.parallel.collectives import all_gather, platform, psum_scatter
+from maxtext.parallel.collectives import all_gather, barrier, platform, psum_scatter
 
 
 class Axes(NamedTuple):
@@ -163,7 +163,7 @@ def _forward(x_ND: jax.Array, w_DV: jax.Array, targets_N: jax.Array, weights_N: 
         dw_DV = jax.lax.psum(dw_DV, replicated)
     assert dw_DV.shape[0] == rows
     if platform() == "tpu":  # else its compiler scatters the gradient of w last, and keeps all rows of it until then
-        dx_ND, dw_DV = jax.lax.optimization_barrier((dx_ND, dw_DV))
+        dx_ND, dw_DV = barrier(dx_ND, dw_DV)
     return total, losses, (dx_ND, dw_DV)
 
 

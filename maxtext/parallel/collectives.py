@@ -45,6 +45,19 @@ def untyped(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def barrier(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The same arrays, none of which is used before all are made; each keeps the axes that its type varies over.
+
+    `jax.lax.optimization_barrier` of jax 0.10 lets each result vary over the axes of all its arguments.
+    """
+    if not varying_axes(*arrays):
+        return jax.lax.optimization_barrier(arrays)
+    own = jax.sharding.PartitionSpec()
+    inner = jax.shard_map(lambda *each: jax.lax.optimization_barrier(each), in_specs=(own,) * len(arrays),
+                          out_specs=own, axis_names=set(), check_vma=False)
+    return tuple(vary(after, varying_axes(before)) for before, after in zip(arrays, inner(*arrays), strict=True))
+
+
 def all_gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """Joins the pieces of a weight that lie over these axes, as `sharding.gather` does."""
     for part in reversed(in_turn(axes)):

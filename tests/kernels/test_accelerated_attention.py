@@ -20,6 +20,7 @@ from maxtext.kernels.choice import KernelError, Problem, choose_attention, choos
 from maxtext.kernels.splash import Blocks, padded_length
 from maxtext.parallel.sharding import per_device, sharding
 from maxtext.train.summary import kernels_in_use
+from tests.kernels.stablehlo import lowered_for_tpu, pairs_behind_barriers
 from tests.tiny import mesh_of, tiny_config
 
 BLOCKS = Blocks(128, 256, 256, 128)
@@ -76,6 +77,17 @@ def test_splash_is_traced_inside_a_mesh_for_every_axis():
         run = per_device(lambda q, k, v, sinks: splash.causal_attention(q, k, v, None, sinks), dims, dims[0])
         grads = jax.eval_shape(jax.grad(lambda *xs: run(*xs).sum(), argnums=(0, 1, 2, 3)), *arrays)
     assert [grad.shape for grad in grads] == [x.shape for x in arrays]
+
+
+def test_splash_cuts_out_one_log_partition_before_its_output_is_used():
+    """The kernel writes it 128 times; the backward pass shall keep it once."""
+    (q, k, v, _, _), weight = arguments(256, 2, 2, 128, 128)
+
+    def total(q, k, v):
+        return (splash.causal_attention(q, k, v) * weight).sum()
+
+    text = lowered_for_tpu(jax.grad(total, argnums=(0, 1, 2)), q, k, v)
+    assert pairs_behind_barriers(text) == [("tensor<1x4x256x128xf32>", "tensor<1x4x256xf32>")]
 
 
 @pytest.mark.parametrize(("length", "padded"), [(8192, 8192), (1, 128), (1025, 1280), (2049, 2304), (8193, 9216)])

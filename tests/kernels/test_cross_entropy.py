@@ -9,6 +9,7 @@ from maxtext.kernels import cross_entropy as module
 from maxtext.kernels.cross_entropy import Axes, Losses, cross_entropy, token_nll
 from maxtext.parallel.collectives import vary
 from maxtext.parallel.sharding import RULES, per_device, sharding
+from tests.kernels.stablehlo import lowered_for_tpu, pairs_behind_barriers, tpu_mesh
 from tests.tiny import MESHES, mesh_of
 
 TOKENS, WIDTH, VOCAB = 48, 16, 64
@@ -58,6 +59,32 @@ def test_the_order_that_tpus_are_told_changes_no_number(monkeypatch: pytest.Monk
     got = jax.value_and_grad(lambda x, w: cross_entropy(x, w, targets, weights, 1e-2, 16, Axes()),
                              argnums=(0, 1), has_aux=True)(x, w)
     check(got, exact(1e-2))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1)])
+def test_a_tpu_scatters_the_gradient_of_the_head_before_the_other_is_used(shape):
+    """Traced for the types of a mesh too, with JAX of either version; and no other platform is told."""
+    axes = Axes(tokens=RULES["batch"] + RULES["sequence"], width=RULES["embed"], vocab="tensor")
+    dims = (("batch", None), ("embed", "vocab"), ("batch",), ("batch",))
+
+    def lowered(mesh):
+        arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding(mesh, *d))
+                  for a, d in zip(arguments(), dims, strict=True)]
+
+        def local(x, w, *tokens):
+            x, *tokens = vary((x, *tokens), frozenset(axes.tokens))
+            return cross_entropy(x, w, *tokens, 1e-2, 4, axes)[0]
+
+        return lowered_for_tpu(jax.grad(per_device(local, dims, ()), argnums=(0, 1)), *arrays)
+
+    with jax.sharding.use_abstract_mesh(tpu_mesh(mesh_of(shape))):
+        pairs = pairs_behind_barriers(lowered(tpu_mesh(mesh_of(shape))))
+    data, fsdp, tensor = shape
+    x, w, *_ = arguments()
+    assert pairs == [(f"tensor<{x.shape[0] // data // fsdp}x{x.shape[1]}xf32>",
+                      f"tensor<{w.shape[0] // fsdp}x{w.shape[1] // tensor}xf32>")]
+    with jax.set_mesh(mesh_of(shape)):
+        assert "optimization_barrier" not in lowered(mesh_of(shape))
 
 
 def test_the_gradient_scales_with_the_cotangent():
