@@ -1,6 +1,6 @@
 """What saving and restoring cost, beside a plain copy of the same bytes on the same disk in the same run.
 
-    python benchmarks/checkpoint.py [--gb 1.0] [--rounds 3] [--folder DIR] [--write]
+    python benchmarks/checkpoint.py [--gb 1.0] [--rounds 5] [--folder DIR] [--write]
 
 A state like that of AdamW (weights and two moments, float32, shared by 4 virtual devices) is saved, its files are read
 and copied plainly, and it is restored, by turns. A plain copy reads the checkpoint's files and writes them again, to
@@ -165,7 +165,7 @@ def table(found: dict[str, list[float]]) -> list[tuple[Cell, ...]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gb", type=float, default=1.0, help="1e9 bytes of the state")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default that of temporary files")
     parser.add_argument("--write", action="store_true", help="keep the result in docs/, write the page's table")
     options = parser.parse_args(argv)
