@@ -7,7 +7,6 @@ ended itself and may be tried again (it hung, or workers kept dying).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
@@ -71,10 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: Sequence[str] | None = None) -> int:
     """`python train.py CONFIG [key=value ...]`."""
+    from maxtext.config.arguments import Arguments
     from maxtext.config.load import CONFIGS, ConfigError, find_config, list_configs, load_with_origins
     from maxtext.config.show import print_problems
 
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="train.py",
         description="Train, or continue, the run that a YAML describes. Without arguments: list the configs.",
     )
@@ -152,8 +152,10 @@ def _run(cfg: Config, origins: dict[str, str] | None, listener: Callable[[int, M
 
 
 def _unforeseen(error: Exception, what: str, folder: str | None = None) -> int:
-    from maxtext.config.trace import unforeseen
+    from maxtext.config.trace import no_devices, unforeseen
 
+    if told := no_devices(error):
+        return _mistake(told)
     print(unforeseen(error, what, folder), file=sys.stderr)
     return 3
 

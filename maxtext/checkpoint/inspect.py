@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from maxtext.checkpoint import manifest, upkeep
 from maxtext.checkpoint.manifest import CheckpointError, Damaged, Entry
 from maxtext.config.reason import placed
+from maxtext.config.runs import no_run
 
 WHAT_TO_GIVE = "give the folder of a run, <output_dir>/<run_name>, or its checkpoints folder"
 
@@ -58,15 +59,15 @@ def _checkpoints(given: str) -> str:
     """The folder of checkpoints that is meant; NotADirectoryError, with what to say, when there is none."""
     directory = os.path.abspath(given)
     if not os.path.isdir(directory):
-        raise NotADirectoryError(0, f"{given} {'is no folder' if os.path.exists(directory) else 'does not exist'}")
+        raise NotADirectoryError(0, no_run(given, "checkpoint"))
     inside = os.path.join(directory, "checkpoints")
     return inside if os.path.isdir(inside) else directory
 
 
 def _list(directory: str, entries: list[Entry]) -> int:
     """One line a name; the steps of other status than good are not used by a resume."""
-    if not entries:
-        print(f"no checkpoints in {directory}; {WHAT_TO_GIVE}", file=sys.stderr)
+    if all(entry.status == "foreign" for entry in entries):
+        print(f"{no_run(directory, 'checkpoint')}; {WHAT_TO_GIVE}", file=sys.stderr)
         return 1
     for entry in entries:
         if entry.manifest is None:
@@ -75,7 +76,7 @@ def _list(directory: str, entries: list[Entry]) -> int:
         broken = [name for name, leaf in entry.manifest.leaves.items() if leaf.nonfinite]
         note = f"; NaN or infinite values in {', '.join(broken)}" if broken else ""
         print(f"{entry.name:<24} {entry.manifest.saved_at:<25} {_size(entry.manifest.nbytes):>10}  good{note}")
-    return 0
+    return int(any(entry.status in ("damaged", "partial") for entry in entries))
 
 
 def _size(count: float) -> str:

@@ -80,6 +80,9 @@ class SavedSteps:
         path = self._path(manifest.step_name(step))
         try:
             return manifest.read(path)
+        except FileNotFoundError:
+            raise CheckpointError(f"there is no step {step} in {self.directory}; good steps are "
+                                  f"{self.steps()}") from None
         except (Damaged, OSError) as error:
             raise CheckpointError(f"{path}: {placed(error)}; good steps are {self.steps()}") from None
 

@@ -120,7 +120,8 @@ def _check(name: str, overrides: list[str]) -> None:
     try:
         load(find_config(name), overrides)
     except ConfigError as error:
-        raise CompareError(f"{name} {' '.join(overrides)}: {error}") from None
+        side = " ".join([name, *overrides])
+        raise CompareError(str(error) if str(error).startswith(f"{side}: ") else f"{side}: {error}") from None
 
 
 def table(rows: list[Row], everything: bool) -> str:

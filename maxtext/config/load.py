@@ -319,7 +319,8 @@ def _find(name: str, folder: FilePath) -> tuple[FilePath | None, str]:
             return file, ""
     folders = [file for file in candidates if file.is_dir()]
     if folders:
-        return None, f"{_display(folders[0])} is a folder, not a YAML file"
+        here = "" if _display(folders[0]) == name else f"{_display(folders[0])} "
+        return None, f"{here}is a folder, not a YAML file"
     import difflib
 
     known = [file.relative_to(CONFIGS).with_suffix("").as_posix() for file in sorted(CONFIGS.rglob("*.yml"))]

@@ -39,6 +39,23 @@ def unforeseen(error: BaseException, what: str, folder: str | None = None) -> st
             f"{where}, which a report of the fault should hold")
 
 
+def no_devices(error: BaseException) -> str | None:
+    """What to say where JAX could open no device; None for any other exception.
+
+    JAX tells it by a RuntimeError, or by an assertion without words, in `jax/_src/xla_bridge.py`.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not isinstance(error, (AssertionError, RuntimeError)) or not frames[-1].filename.endswith(
+            os.path.join("jax", "_src", "xla_bridge.py")):
+        return None
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    words = " ".join(str(error).split())[:LONGEST]
+    if not asked:
+        return f"JAX cannot open the devices of this machine: {words}; JAX_PLATFORMS=cpu goes without them"
+    return (f"JAX_PLATFORMS={asked}: JAX has no such device here{': ' * bool(words)}{words}; install JAX for it "
+            "(pip install -e '.[cuda]' or '.[tpu]'), or unset JAX_PLATFORMS")
+
+
 def _place(error: BaseException) -> str:
     """The innermost line of this package, or else of all."""
     frames = traceback.extract_tb(error.__traceback__)

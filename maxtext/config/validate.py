@@ -287,7 +287,8 @@ def _schedule_length(cfg: Config) -> Iterator[Problem]:
     name = "train.steps" if schedule.total_steps is None else "schedule.total_steps"
     if schedule.warmup_steps > end:
         yield "schedule.warmup_steps", (f"schedule.warmup_steps {schedule.warmup_steps} is longer than the schedule, "
-                                        f"which ends at {name} {end}; the peak rate would never be reached")
+                                        f"which ends at {name} {end}; the peak rate would never be reached; set "
+                                        f"schedule.warmup_steps to {end} or less")
         return
     if schedule.kind != "wsd" or schedule.decay_steps is None:
         return

@@ -87,7 +87,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConvertError(f"{path}: not found; give the folder of a transformers model") from None
+        ours = path.name == "config.json" and (path.parent / "checkpoints").is_dir()
+        hint = f" ({path.parent} is a run of ours: `maxtext convert export` writes it for transformers)" if ours else ""
+        raise ConvertError(f"{path}: not found{hint}; give the folder of a transformers model") from None
     except (OSError, ValueError) as error:
         raise ConvertError(f"{path}: cannot be read: {reason(error)}") from None
     if not isinstance(value, dict):

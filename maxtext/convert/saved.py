@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxtext.checkpoint import arrays, integrity, manifest
 from maxtext.config.load import ConfigError, load
+from maxtext.config.runs import no_run
 from maxtext.config.schema import Config
 from maxtext.convert import ConvertError
 from maxtext.model.decoder import Decoder, abstract_decoder
@@ -122,8 +123,10 @@ def open_saved(path: str, step: int | None = None, note: Callable[[str], None] =
     entry = good.get(chosen)
     if entry is None or entry.manifest is None:
         if not any(e.status != "foreign" for e in entries):
-            fault = "holds no checkpoint" if os.path.isdir(path) else "is no folder"
-            raise ConvertError(f"{path} {fault}; give a run, an imported model or one step's folder")
+            made = os.path.isfile(os.path.join(path, "config.json"))
+            hint = " (it is a transformers folder, which export writes and import reads)" if made else ""
+            raise ConvertError(f"{no_run(path, 'checkpoint')}{hint}; give a run, an imported model or one step's "
+                               "folder")
         there = "; ".join(f"{e.name}: {e.status}" for e in entries if e.status != "foreign")
         raise ConvertError(f"{path}: no good checkpoint{'' if step is None else f' of step {step}'} ({there})")
     bad = [e.name for e in entries if e.status != "good" and e.step is not None and e.step > (chosen or 0)]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxtext.config.arguments import Arguments
 from maxtext.config.reason import placed, reason
 from maxtext.data import DataError
 from maxtext.data.special_tokens import POLICIES
@@ -170,7 +171,7 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
 
 def run_inspect(argv: Sequence[str]) -> int:
     """The verb `maxtext data inspect`; 0, or 2 when the config, the data or the place cannot be used."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="maxtext data inspect", description="What stands in the batch of an update, before the guards of a run "
         "leave out rows (`maxtext data audit` says which).")
     parser.add_argument("config", help="a YAML, or its name in configs/")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import glob
 import math
 import os
@@ -10,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
+from maxtext.config.arguments import Arguments
 from maxtext.config.schema import Config
 from maxtext.config.validate import resolve_mesh
 from maxtext.launch import job
@@ -20,7 +20,7 @@ def run(argv: Sequence[str], write_report: Callable[[str], None]) -> int:
     """Runs the verb; `write_report` is given the run directory at the end.
 
     Exit codes: 0 done or stopped and saved, 2 a mistake in what was asked for, 3 training failed, 75 try again."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="maxtext launch local", description="Start the workers of a run on this machine's CPU, and keep the run "
         "going while workers die, hang and come back.")
     job.add_config(parser, "elastic.policy=pause")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from maxtext.config.arguments import Arguments
 from maxtext.config.load import ConfigError
 from maxtext.config.show import print_problems
 
@@ -112,7 +113,7 @@ def run_generate(argv: Sequence[str], open_transformers: Callable[[str], Weights
 
 def _parser(verb: str, description: str, example: str) -> argparse.ArgumentParser:
     """What both verbs are asked: which model, at which step, with which overrides."""
-    parser = argparse.ArgumentParser(prog=f"maxtext {verb}", description=description)
+    parser = Arguments(prog=f"maxtext {verb}", description=description)
     parser.add_argument("model", metavar="MODEL", help="a run, an imported model, a folder of checkpoints, one step's, "
                         "or a transformers folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"over the model's own config, such as "

@@ -76,8 +76,8 @@ def evaluate(model: str, open_transformers: Callable[[str], Weights], *, overrid
         with jax.set_mesh(mesh):
             scores = Evaluations(cfg, _held_out(cfg, sets, tasks, subject.tokenizer), mesh)
             if not scores:
-                raise EvaluationError("nothing to evaluate: this model has no held-out sets; give --tasks, or a set as "
-                                      "eval.sets.NAME.paths=[FILES]")
+                raise EvaluationError("nothing to evaluate: this model has no held-out sets; give data.prepared=DIR, "
+                                      "whose held-out texts are taken, --tasks, or eval.sets.NAME.paths=[FILES]")
             params = subject.params(cfg.model, mesh)
             if jax.process_index() == 0:
                 known(cfg.run_name if subject.step is None else f"{cfg.run_name}_{subject.step}")

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from maxtext.checkpoint.manager import Checkpoints
 from maxtext.checkpoint.manifest import scan
 from maxtext.config.load import ConfigError, find_config, load, to_yaml
+from maxtext.config.runs import no_run
 from maxtext.config.schema import CheckpointConfig, Config, MeshConfig, ModelConfig
 from maxtext.config.validate import mesh_problems
 from maxtext.data.tokenizer import find_tokenizer
@@ -114,10 +115,8 @@ def find_checkpoints(path: str, step: int | None) -> tuple[Path, int | None]:
         return root.parent, int(root.name.removeprefix(STEP_PREFIX)) if step is None else step
     if (root / "checkpoints").is_dir():
         return root / "checkpoints", step
-    if not root.is_dir():
-        raise NoModelError(f"{path} is no folder; {WHAT_TO_GIVE}")
-    if all(entry.status == "foreign" for entry in scan(str(root))):
-        raise NoModelError(f"{path} holds no checkpoint; {WHAT_TO_GIVE}")
+    if not root.is_dir() or all(entry.status == "foreign" for entry in scan(str(root))):
+        raise NoModelError(f"{no_run(path, 'checkpoint')}; {WHAT_TO_GIVE}")
     return root, step
 
 

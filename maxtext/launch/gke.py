@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from maxtext.config.arguments import Arguments
 from maxtext.launch import job
 
 CONFIG_FOLDER = "/etc/maxtext"
@@ -107,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="maxtext launch gke", description="Train a run as a JobSet on GKE: a pod a machine, restarted by "
         "Kubernetes when one dies, from the newest checkpoint. Without --dry-run the manifest, in which the config is "
         "resolved, goes to kubectl.")

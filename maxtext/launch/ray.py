@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxtext.config.arguments import Arguments
 from maxtext.launch import job
 
 # Trains the run of a config's text in this process, and gives each update's metrics to a listener; the exit status of
@@ -55,7 +56,7 @@ def run(argv: Sequence[str], work: Work) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="maxtext launch ray", description="Train a run as a job of Ray Train: one worker a machine with TPUs, or "
         "a worker for some GPUs or CPUs. Ray starts the job again when a worker dies, and the run continues exactly.")
     job.add_config(parser, "train.steps=1000")

@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from maxtext.config.arguments import Arguments
 from maxtext.launch import job
 
 SAVE_SECONDS = 300  # before the end of the job's time: for the update in progress and a save
@@ -62,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="maxtext launch slurm", description="Train a run as a batch job of SLURM, one process a node, which SLURM "
         "queues again until the run is complete. This folder and output_dir must be on a file system that all share.")
     job.add_config(parser, "train.steps=1000")

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxtext.config.arguments import Arguments
 from maxtext.config.load import ConfigError, find_config, load
 from maxtext.config.reason import placed
 from maxtext.config.schema import Config
@@ -64,7 +65,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="maxtext plan",
         description="Compile a run's train step for a machine that is not here, and tell memory, FLOPs, collectives "
                     "and an estimated speed. Exit code: 0 it fits, 1 it does not, 2 a mistake.")

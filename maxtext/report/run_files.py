@@ -20,6 +20,8 @@ from typing import Any
 
 import yaml
 
+from maxtext.config.runs import no_run
+
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 Record = dict[str, Any]  # metric -> number, and step -> int
@@ -136,9 +138,8 @@ def read_run(run_dir: str) -> RunFiles:
     """
     path = os.path.join(run_dir, "metrics.jsonl")
     if not os.path.isfile(path):
-        fault = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise ReportError(f"{path} {fault}; give the folder of a run, <output_dir>/<run_name>, "
-                          "that has trained for at least one update")
+        raise ReportError(f"{no_run(run_dir, 'file metrics.jsonl')}; give the folder of a run, "
+                          "<output_dir>/<run_name>, that has trained for at least one update")
     try:
         records = read_metrics(path)
     except ValueError as error:

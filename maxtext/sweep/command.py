@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -10,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from maxtext.config.arguments import Arguments
 from maxtext.config.load import ConfigError, find_config
 from maxtext.config.schema import Config, MeshConfig
 from maxtext.config.show import print_problems
@@ -34,7 +34,7 @@ class How(NamedTuple):
 
 def run(argv: Sequence[str]) -> int:
     """The verb; 0 done or stopped cleanly, 2 a mistake in what was asked for, 3 a member failed."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="maxtext sweep",
         description="Train every combination of some settings and seeds. Members that differ in numbers alone "
                     "(learning rate, weight decay, betas, warm-up, seed, ...) train as one program, which compiles "

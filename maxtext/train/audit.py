@@ -17,6 +17,7 @@ import numpy as np
 
 from maxtext.config.load import ConfigError, load
 from maxtext.config.reason import placed
+from maxtext.config.runs import no_run
 from maxtext.config.schema import Config
 from maxtext.data import DataError
 from maxtext.data.documents import document_bounds
@@ -45,6 +46,10 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="maxtext data audit", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     folder = parser.parse_args(argv).run
+    if not os.path.isfile(os.path.join(folder, "config.yml")):
+        print(f"{no_run(folder, 'file config.yml')}; give the folder of a run, <output_dir>/<run_name>",
+              file=sys.stderr)
+        return 2
     try:
         cfg = load(os.path.join(folder, "config.yml"))
         logged = {record["step"]: int(record["data/fingerprint"])

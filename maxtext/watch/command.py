@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from maxtext.config.runs import no_run
 from maxtext.watch.signs import Signs, State, is_run, judge, read_signs
 
 WATCH_BYTES = 1 << 20  # of metrics.jsonl, for the curve: about the last thousand updates
@@ -31,7 +32,8 @@ def watch(argv: Sequence[str]) -> int:
     if options.every <= 0:
         parser.error(f"--every {options.every:g}: give seconds above 0")
     if not is_run(options.run):
-        print(_no_run(options.run), file=sys.stderr)
+        print(f"{no_run(options.run, 'metrics.jsonl and no events.jsonl')}; give the folder of a run, "
+              "<output_dir>/<run_name>; `maxtext runs DIR` lists those below a folder", file=sys.stderr)
         return 2
     from rich.console import Console
 
@@ -78,7 +80,7 @@ def runs(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     found = [read_signs(folder) for folder in _below(options.folder, _DEPTH)]
     if not found:
-        print(_no_run(options.folder), file=sys.stderr)
+        print(f"{no_run(options.folder, 'run')}; give a folder of runs, the output_dir of a config", file=sys.stderr)
         return 2
     rows = [_row(signs) for signs in sorted(found, key=lambda one: one.heard_seconds)]
     if options.json:
@@ -124,10 +126,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     right = {2, 3, 4}
     return ["  ".join(f"{cell:>{width}}" if i in right else f"{cell:<{width}}" for i, (cell, width)
                       in enumerate(zip(row, widths, strict=True))).rstrip() for row in cells]
-
-
-def _no_run(path: str) -> str:
-    if not os.path.exists(path):
-        return f"{path} does not exist; give a folder of runs, the output_dir of a config"
-    return (f"{path} holds no run (no metrics.jsonl and no events.jsonl); give the folder of a run, "
-            f"<output_dir>/<run_name>; `maxtext runs DIR` lists those below a folder")

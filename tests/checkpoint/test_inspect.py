@@ -36,7 +36,7 @@ def run_dir(saved: Path, tmp_path: Path) -> Path:
 def test_ls(run_dir: Path, capsys: pytest.CaptureFixture):
     flip(run_dir / "checkpoints" / "step_00000001" / "manifest.json")
     (run_dir / "checkpoints" / "40").mkdir()
-    assert run(["ls", str(run_dir)]) == 0
+    assert run(["ls", str(run_dir)]) == 1
     stray, first, second = capsys.readouterr().out.splitlines()
     assert stray.split()[0] == "40"
     assert "foreign: not the name of a checkpoint" in stray
@@ -45,6 +45,12 @@ def test_ls(run_dir: Path, capsys: pytest.CaptureFixture):
     saved_at = json.loads((run_dir / "checkpoints/step_00000002/manifest.json").read_text())["body"]["saved_at"]
     assert second.split()[:2] == ["step_00000002", saved_at]
     assert "KiB  good; NaN or infinite values in bad" in second
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000001")
+    assert run(["ls", str(run_dir)]) == 0
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000002")
+    capsys.readouterr()
+    assert run(["ls", str(run_dir)]) == 1
+    assert "holds no checkpoint" in capsys.readouterr().err  # what else lies there is none
 
 
 def test_verify_good(run_dir: Path, capsys: pytest.CaptureFixture):
@@ -74,12 +80,12 @@ def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
     what_to_give = "give the folder of a run, <output_dir>/<run_name>, or its checkpoints folder"
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
-    for name, fault, code in (("none", "does not exist", 2), ("file", "is no folder", 2)):
+    for name, fault, code in (("none", "does not exist", 2), ("file", "is a file, not a folder", 2)):
         for verb in ("ls", "verify", "scrub"):
             assert run([verb, str(tmp_path / name)]) == code
             assert capsys.readouterr().err == f"{tmp_path / name} {fault}; {what_to_give}\n"
     assert run(["ls", str(tmp_path / "empty")]) == 1
-    assert capsys.readouterr().err == f"no checkpoints in {tmp_path / 'empty'}; {what_to_give}\n"
+    assert capsys.readouterr().err == f"{tmp_path / 'empty'} holds no checkpoint; {what_to_give}\n"
     assert run(["verify", str(tmp_path / "empty")]) == 1
     assert "no such checkpoints" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:

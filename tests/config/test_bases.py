@@ -79,7 +79,7 @@ def test_a_named_item_is_removed_by_null(folder):
     ({"run.yml": "base: [good, nowhere]\n"},
      "run.yml:1: base: nowhere: no such config (looked for nowhere, nowhere.yml, "),
     ({"run.yml": "base: models/olmo3_7bb\n"}, "run.yml:1: base: models/olmo3_7bb: no such config"),
-    ({"run.yml": "base: parts\n", "parts/x.yml": ""}, "run.yml:1: base: parts: parts is a folder, not a YAML file"),
+    ({"run.yml": "base: parts\n", "parts/x.yml": ""}, "run.yml:1: base: parts: is a folder, not a YAML file"),
     ({"run.yml": "base: {a: 1}\n"}, "run.yml:1: base: a mapping where a file name or a list of file names is expected"),
     ({"run.yml": "base:\n"}, "run.yml:1: base: null where a file name or a list of file names is expected"),
     ({"run.yml": "base: [[good]]\n"}, "run.yml:1: base: a list of 1 where a file name or a list of file names"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from maxtext import cli
-from maxtext.config.trace import unforeseen
+from maxtext.config.trace import no_devices, unforeseen
 
 
 def test_the_line_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -42,3 +45,18 @@ def test_the_folder_of_a_run_comes_first(tmp_path: Path):
     path = re.search(r"the trace is in (\S+),", elsewhere)
     assert path
     Path(path[1]).unlink()
+
+
+def test_devices_that_are_not_there_are_a_mistake():
+    """JAX tells it by an assertion without words where it has no such plugin, and by a RuntimeError elsewhere."""
+    done = subprocess.run([sys.executable, "-m", "maxtext.cli", "train", "quickstart", "--dry-run"],
+                          capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "none_such"})
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("JAX_PLATFORMS=none_such: JAX has no such device here")
+    assert "unset JAX_PLATFORMS" in done.stderr
+
+
+def test_other_failures_below_jax_are_not_taken_for_missing_devices():
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("Unable to initialize backend")
+    assert no_devices(caught.value) is None

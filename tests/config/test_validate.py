@@ -160,7 +160,8 @@ PREPARED = {"data__prepared": "p", "data__vocab_size": None, "data__eos_id": Non
      "schedule.warmup_steps 91 + schedule.decay_steps 10 = 101 is longer than the schedule, which ends at train.steps "
      "100; shorten"),
     ({"schedule__warmup_steps": 101}, "schedule.warmup_steps",
-     "schedule.warmup_steps 101 is longer than the schedule, which ends at train.steps 100"),
+     "schedule.warmup_steps 101 is longer than the schedule, which ends at train.steps 100; the peak rate would never "
+     "be reached; set schedule.warmup_steps to 100 or less"),
     ({"schedule__warmup_steps": 51, "schedule__total_steps": 50}, "schedule.warmup_steps",
      "which ends at schedule.total_steps 50"),
     ({"schedule__kind": "constant", "schedule__min_ratio": 0.5}, "schedule.min_ratio",

@@ -128,7 +128,8 @@ def test_what_cannot_be_averaged_is_refused_before_anything_is_written(runs: tup
         ([a], "a mean of 1 checkpoint; give two or more"),
         ([a, f"{a}@2"], "step_00000002 is given twice"),
         ([a, f"{b}@4"], "no good checkpoint of step 4"),
-        ([a, f"{b}c"], "is no folder; give a run"),
+        ([a, f"{b}c"], f"{b}c does not exist"),
+        ([a, f"{b}c"], "; give a run, an imported model"),
     ]:
         assert main(["checkpoint", "merge", out, *given]) == 2
         assert message in capsys.readouterr().err

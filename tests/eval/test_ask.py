@@ -133,7 +133,7 @@ def test_a_model_without_its_tokenizer(tmp_path, folder, prepared_text, capsys):
     assert main(["generate", str(bare), "--prompt", "", "--tokenizer", other]) == 2
     assert "prompt '' is empty" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "absent"), "--prompt", "a"]) == 2
-    assert "absent is no folder; give a run" in capsys.readouterr().err
+    assert "absent does not exist; give a run" in capsys.readouterr().err
 
 
 def test_a_sentencepiece_model_beside_the_weights_is_found(tmp_path, prepared_text, capsys):

@@ -139,7 +139,7 @@ def test_folders_that_hold_no_checkpoint(here, capsys, caplog):
     (here / "other").mkdir()
     for number in range(9):
         (here / "other" / f"{number}.txt").touch()
-    for path, fault in (("absent", "absent is no folder"), ("empty", "empty holds no checkpoint"),
+    for path, fault in (("absent", "absent does not exist"), ("empty", "empty holds no checkpoint"),
                         ("other", "other holds no checkpoint")):
         assert run([path]) == 2
         assert capsys.readouterr().err == f"{fault}; give a run, <output_dir>/<run_name>, one of its checkpoints, an " \

@@ -188,7 +188,7 @@ def test_a_torn_line_and_a_file_longer_than_the_tail(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["watch", "ABSENT"], "ABSENT does not exist"), (["watch", "."], "holds no run (no metrics.jsonl"),
+    (["watch", "ABSENT"], "ABSENT does not exist"), (["watch", "."], "holds no metrics.jsonl and no events.jsonl"),
     (["runs", "ABSENT"], "ABSENT does not exist"), (["runs", "."], "holds no run"),
 ])
 def test_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str):
