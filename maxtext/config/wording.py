@@ -16,6 +16,11 @@ def either(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def counted(number: int | str, noun: str) -> str:
+    """1 device, 1,024 devices."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}" if isinstance(number, int) else f"{number} {noun}s"
+
+
 def multiples(number: int, unit: int) -> str:
     low = number // unit * unit
     return f"{low} or {low + unit}" if low else str(unit)

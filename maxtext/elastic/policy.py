@@ -106,11 +106,13 @@ def survival(workers: int, replicas: int, peer: bool, every: int, saves: bool) -
     copies = max(1, min(replicas, workers)) * (2 if peer else 1)
     spread = min(copies, workers)
     lost = spread - 1  # whose loss leaves every part somewhere, whichever they are
-    hosts = "no loss of a host's memory" if not lost else f"the memory of any {lost} of {workers} hosts"
-    quarter = "and of 75% of them" if lost >= math.ceil(0.75 * workers) and workers > 1 else "not of 75% of them"
+    hosts = "but not the loss of a host's memory"
+    if lost:
+        most = "thus of 75% of them" if lost >= math.ceil(0.75 * workers) else "fewer than 75% of them"
+        hosts = f"and the loss of the memory of any {lost} of {workers} hosts, {most}"
     disk = "every process and host, as long as the store of output_dir stands"
     return [
-        ("memory", f"a snapshot every {every} updates; survives the death of any or all processes, {hosts}, {quarter}"),
+        ("memory", f"a snapshot every {every} updates; survives the death of any or all processes, {hosts}"),
         ("disk", f"verified checkpoints; survive the loss of {disk}" if saves else
          f"one checkpoint at the end or on a stop; it survives the loss of {disk}"),
         ("site", "nothing here survives the loss of the site; copy checkpoints elsewhere"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from maxtext.config.schema import Config
 from maxtext.config.validate import resolve_mesh
+from maxtext.config.wording import counted
 from maxtext.model.prediction import optimizer_seconds, predict
 from maxtext.plan import search, simulate
 from maxtext.plan.estimate import link_assumptions
@@ -75,7 +76,7 @@ def searched(cfg: Config, target: Target, limit: int, compile_one: search.Compil
     best = search.best_of(trials)
     compiled = sum(one.verdict is not None or one.failure is not None for one in trials)
     said = "none of those that were compiled fits" if best is None else " ".join(best.overrides) or "as given"
-    rows = [("target", f"{target.name}: {target.n_devices} devices"),
+    rows = [("target", f"{target.name}: {counted(target.n_devices, 'device')}"),
             ("tried", f"{len(trials):,} combinations by shapes, {compiled:,} of them compiled"), ("best", said)]
     tree = head_json(cfg, target) | {"fits": best is not None, "trials": search.to_json(trials, target)}
     return Answer(f"Search for {cfg.run_name}", rows, tree, best is not None, [search.to_table(trials, target)])

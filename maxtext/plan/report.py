@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from maxtext.config.schema import Config
+from maxtext.config.wording import counted
 from maxtext.model.cost import count_params
 from maxtext.model.prediction import Prediction
 from maxtext.plan.estimate import DAY, Estimate, estimate
@@ -47,7 +48,7 @@ def refusal_rows(cfg: Config, target: Target, refusal: Refusal) -> Rows:
     """What is known of a step that the compiler refused."""
     gave_up = (f"the compiler needs {size_text(refusal.needed)} a device and may use {size_text(refusal.available)} of "
                f"{size_text(target.memory_bytes)} ({target.memory_source}), and gave up")
-    return [("target", f"{target.name}: {target.n_devices} devices"), *_size_rows(cfg), ("memory", gave_up),
+    return [("target", f"{target.name}: {counted(target.n_devices, 'device')}"), *_size_rows(cfg), ("memory", gave_up),
             *_verdict_rows(judge(cfg, target, refusal))]
 
 
@@ -82,7 +83,7 @@ def to_rows(plan: Plan, from_cache: bool) -> Rows:
     seconds = f"{program.trace_seconds:.1f} s to trace, {program.compile_seconds:.1f} s to compile"
     made = ", ".join(f"{name} {version}" for name, version in program.versions.items())
     return [
-        ("target", f"{plan.target.name}: {plan.target.n_devices} devices; mesh {_axes(program.mesh)}"),
+        ("target", f"{plan.target.name}: {counted(plan.target.n_devices, 'device')}; mesh {_axes(program.mesh)}"),
         *_size_rows(plan.cfg),
         ("memory", _memory(plan)),
         *_verdict_rows(plan.verdict),
@@ -102,7 +103,7 @@ def prediction_rows(cfg: Config, target: Target, mesh: Mapping[str, int], made: 
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in dataclasses.asdict(memory).items())
     likely = made.memory_on(target.chip)
     fits = "should fit" if likely <= target.memory_bytes else "should not fit"
-    rows = [("target", f"{target.name}: {target.n_devices} devices; mesh {_axes(mesh)}"), *_size_rows(cfg),
+    rows = [("target", f"{target.name}: {counted(target.n_devices, 'device')}; mesh {_axes(mesh)}"), *_size_rows(cfg),
             ("memory", f"about {size_text(memory.total)} a device: {parts}; it has {size_text(target.memory_bytes)} "
                        f"({target.memory_source})"),
             ("verdict", f"{fits}: {memory.total / target.memory_bytes:.1%} of a device's memory by shapes, and about "

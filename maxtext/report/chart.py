@@ -75,7 +75,7 @@ def chart(title: str, curves: Sequence[Curve], *, note: str = "", marks: Sequenc
         if curve.dots or len(xs) == 1:
             drawn.append(_dots(xs, ys, to_x, to_y, colour))
         legend.append(f'<span><i style="background:{colour}"></i>{html.escape(curve.name)} '
-                      f"<b>{short(ys[-1])}</b></span>")
+                      f"<b>{short(curve.ys[-1])}</b></span>")  # as the console, the tiles and the tables say it
         data.append({"name": curve.name, "x": xs, "y": [float(f"{y:.5g}") for y in ys]})
     for mark in marks:
         inside = [x for x in mark.xs if x_low <= x <= x_high]

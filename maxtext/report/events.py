@@ -8,6 +8,7 @@ import html
 import itertools
 from collections.abc import Callable
 
+from maxtext.config.wording import counted
 from maxtext.report.chart import Marks
 from maxtext.report.run_files import Record, RunFiles
 
@@ -16,11 +17,12 @@ _BAD = ("failure", "back", "corruption")
 
 
 def event_marks(run: RunFiles) -> list[Marks]:
-    """Saves, failures and the updates after which attempts went on."""
+    """Saves, failures, and the updates after which attempts went on: by themselves, or where one had been stopped."""
     told = _told(run)
     saves = [int(event["step"]) for event in run.events if event["event"] == "checkpoint" and event.get("step")]
     return [Marks("saves", sorted(set(saves)), "var(--c2)"),
-            Marks("recoveries", [step for _, kind, step, _ in told if kind == "went on"], "var(--c1)"),
+            Marks("resumes", [step for _, kind, step, _ in told if kind == "resumed"], "var(--c3)"),
+            Marks("recoveries", [step for _, kind, step, _ in told if kind == "recovered"], "var(--c1)"),
             Marks("failures", [step for _, kind, step, _ in told if kind == "failure"], "var(--bad)")]
 
 
@@ -49,8 +51,8 @@ def _told(run: RunFiles) -> list[tuple[float, str, int, str]]:
             if open_since is not None:
                 found.append((at, "failure", step, "the attempt before had ended without a word"))
             where = f" on {event['host']}" if event.get("host") else ""
-            found.append((at, "went on" if open_since is not None or found else "begin", step,
-                          f"an attempt begins{where}, {event.get('devices', '?')} devices"))
+            why = "begin" if not found else "recovered" if found[-1][1] == "failure" else "resumed"
+            found.append((at, why, step, f"an attempt begins{where}, {counted(event.get('devices', '?'), 'device')}"))
             open_since = event
         elif kind in _BAD:
             found.append((at, "failure", step, str(event.get("why"))))

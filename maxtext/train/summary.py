@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from maxtext.config.layers import Layer, segments
 from maxtext.config.schema import Config, ModelConfig
 from maxtext.config.validate import SPECIAL_AXES
+from maxtext.config.wording import counted
 from maxtext.kernels.choice import choose_attention, choose_grouped_matmul, problem_of
 from maxtext.model.cost import count_non_embedding, count_params, flops_per_token, memory_per_device, state_bytes
 from maxtext.model.decoder import decoder_params
@@ -90,7 +91,8 @@ def determinism_row(cfg: Config) -> str:
     """What keeps every bit of the run."""
     kind, shards = cfg.train.determinism, cfg.virtual_shards
     if kind != "any_mesh":
-        return {"none": "nothing promised", "same_mesh": "same bits on the same devices and versions"}[kind]
+        return {"none": "CPUs and TPUs keep a resume's bits; for GPUs set train.determinism=same_mesh",
+                "same_mesh": "same bits on the same devices and versions"}[kind]
     return (f"same bits on up to {shards:,} devices: {shards:,} virtual shards of "
             f"{cfg.train.global_batch // shards:,} sequences, one after another on each device")
 
@@ -123,7 +125,7 @@ def data_rows(description: Mapping[str, Any], sets: Collection[str]) -> Rows:
     if "stream" in description:
         return [("data", description["stream"]), ("held out", ", ".join(sets) or "none")]
     sources = ", ".join(
-        f"{name} {source['share']:.1%} ({source['tokens']:,} tokens in {source['files']} files)"
+        f"{name} {source['share']:.1%} ({source['tokens']:,} tokens an epoch, in {counted(source['files'], 'file')})"
         for name, source in description["sources"].items()
     )
     read, passes = description["reading"], description["passes"]

@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from maxtext.config.wording import counted
 from maxtext.report.curves import short, smooth
 from maxtext.watch.signs import Signs, State
 
@@ -114,7 +115,7 @@ def _events(signs: Signs) -> list[str]:
     for event in signs.events:
         kind, at = event["event"], datetime.datetime.fromtimestamp(event["time"], datetime.UTC)
         words = {
-            "begin": f"an attempt begins on {event.get('devices', '?')} devices of {event.get('host', '?')}",
+            "begin": f"an attempt begins on {counted(event.get('devices', '?'), 'device')} of {event.get('host', '?')}",
             "lost": f"{event.get('updates', '?')} updates after {event.get('step', '?')} are done again",
             "back": str(event.get("why")), "failure": f"failure: {event.get('why')}",
             "stop": f"end: {event.get('why')}", "corruption": f"bits differ: {event.get('why')}",

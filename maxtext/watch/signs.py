@@ -62,8 +62,10 @@ class Signs:
 
     @property
     def step(self) -> int:
-        """The last update whose metrics were written; 0 before."""
-        return int(self.records[-1]["step"]) if self.records else 0
+        """The last update whose metrics were written, or that a ledger without metrics (of a sweep) names; 0 before."""
+        if self.records:
+            return int(self.records[-1]["step"])
+        return max((int(event["step"]) for event in self.events if event.get("step") is not None), default=0)
 
     @property
     def steps(self) -> int | None:

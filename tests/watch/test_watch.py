@@ -187,6 +187,20 @@ def test_a_torn_line_and_a_file_longer_than_the_tail(tmp_path: Path):
     assert 10 < len(found.records) < 30
 
 
+def test_a_ledger_without_metrics_has_its_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """That of a sweep: the metrics are in the folders of its members."""
+    ledger = [{"time": 1.0, "event": "begin", "steps": 6, "devices": 1, "host": "here"},
+              {"time": 2.0, "event": "eval", "step": 3, "seconds": 1.0},
+              {"time": 3.0, "event": "stop", "step": 6, "why": "complete"}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in ledger))
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.split()[1:3] == ["finished", "6/6"]
+    assert row.endswith("6 updates")
+    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert "an attempt begins on 1 device of here" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["watch", "ABSENT"], "ABSENT does not exist"), (["watch", "."], "holds no metrics.jsonl and no events.jsonl"),
     (["runs", "ABSENT"], "ABSENT does not exist"), (["runs", "."], "holds no run"),
