@@ -120,7 +120,6 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "an export of what is exported": (lambda p: [
         "convert", "export", str(HF / "olmo2"), str(p.runs.folder / "hf")], "it is a transformers folder"),
     "a step that is not there": (lambda p: ["eval", str(p.done), "--step", "7"], "there is no step 7 in "),
-    "a comparison with a wrong name": (lambda p: ["compare", p.config, "nope"], "nope: no such config"),
     "a word that is no setting": (lambda p: ["train", p.config, "--", "lr"], "write dotted.key=value"),
     "too big a mesh": (lambda p: ["train", p.config, "mesh.fsdp=512"], "= 512 devices, but there are 1"),
     "a batch that does not divide": (lambda p: ["train", p.config, "--dry-run", "--devices", "8",
@@ -234,6 +233,11 @@ def test_a_mistake_is_one_message_with_the_next_step(name: str, runs: Runs, requ
                                                      capsys: pytest.CaptureFixture[str]):
     ask, message = CASES[name]
     check(*answered(ask(Place(runs, request)), capsys), message)
+
+
+def test_a_wrong_name_is_said_once(capsys: pytest.CaptureFixture[str]):
+    for arguments in (["compare", "quickstart", "nope"], ["train", "nope"], ["config", "show", "nope"]):
+        assert answered(arguments, capsys)[1].startswith("nope: no such config (looked for nope, ")
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="the limit ends the process there")

@@ -80,4 +80,4 @@ def test_a_damaged_profile_and_a_run_that_is_not_there(folders: list[str], capsy
     assert cli.main(["report", folders[2]]) == 0
     assert "profile.json cannot be read." in Page(f"{folders[2]}/report.html").words
     assert cli.main(["report", folders[0], "--compare", "absent"]) == 2
-    assert "absent/metrics.jsonl does not exist" in capsys.readouterr().err
+    assert "absent does not exist; give the folder of a run" in capsys.readouterr().err

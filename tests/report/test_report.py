@@ -175,7 +175,8 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (None, "does not exist"), ("", "holds no step yet"), ('{"step": 1, "a', "holds no step yet"),
+    (None, "holds no file metrics.jsonl; give the folder of a run"),
+    ("", "holds no step yet"), ('{"step": 1, "a', "holds no step yet"),
     ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl:2"),
 ])
 def test_runs_that_cannot_be_reported(tmp_path, capsys, content, message):
@@ -191,7 +192,7 @@ def test_runs_that_cannot_be_reported(tmp_path, capsys, content, message):
 def test_metrics_that_are_a_folder_are_no_metrics(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").mkdir()
     assert write.run([str(tmp_path)]) == 2
-    assert f"{tmp_path}/metrics.jsonl is a folder; give the folder of a run" in capsys.readouterr().err
+    assert f"{tmp_path} holds no file metrics.jsonl; give the folder of a run" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written_says_where(tmp_path, capsys):
