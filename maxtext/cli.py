@@ -102,6 +102,7 @@ def train(argv: Sequence[str] | None = None) -> int:
 
 def _dry_run(cfg: Config, n_devices: int | None) -> int:
     from maxtext.config.validate import AXES, mesh_problems, resolve_mesh
+    from maxtext.config.wording import with_key
     from maxtext.model.choose_mesh import settled
     from maxtext.parallel.mesh import MeshError
     from maxtext.parallel.network import network_of
@@ -114,7 +115,8 @@ def _dry_run(cfg: Config, n_devices: int | None) -> int:
         import jax
 
         here = n_devices is None
-        n_devices, kind = (jax.device_count(), jax.devices()[0].device_kind) if here else (n_devices, "planned")
+        found = jax.device_count(), f"{jax.devices()[0].device_kind}; --devices N for another number"
+        n_devices, kind = found if here else (n_devices, "planned")
         network = network_of(jax.devices())
         try:
             cfg, why = settled(cfg, n_devices, network if here else dataclasses.replace(network, domain=n_devices))
@@ -124,7 +126,7 @@ def _dry_run(cfg: Config, n_devices: int | None) -> int:
         n_devices, kind = (math.prod(sizes) if n_devices is None else n_devices), "planned"
     problems = mesh_problems(cfg, n_devices)
     if problems:
-        return _mistake("\n".join(f"{key}: {message}" for key, message in problems))
+        return _mistake("\n".join(with_key(*problem) for problem in problems))
     shape = resolve_mesh(cfg.mesh, n_devices)
     rows = model_rows(cfg) + run_rows(cfg) + device_rows(cfg, shape, kind, why)
     Console().table(f"Dry run of {cfg.run_name}: nothing is allocated, read or written", rows)

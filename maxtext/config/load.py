@@ -22,6 +22,7 @@ from maxtext.config.nodes import Items, Mapping, Node, Scalar, parse, shown
 from maxtext.config.schema import Config
 from maxtext.config.validate import ConfigError, Unknown, problems
 from maxtext.config.values import ValueFault, read_value
+from maxtext.config.wording import with_key
 
 __all__ = ["CONFIGS", "ConfigError", "find_config", "list_configs", "load", "load_with_origins", "to_yaml"]
 
@@ -58,7 +59,7 @@ def load_with_origins(path: str | os.PathLike[str], overrides: Sequence[str] = (
     name = _display(file)
     cfg, origins = overlay.build(name, file.stem)
     if overlay.complete:  # otherwise values of an unread file are absent, and rules would blame the wrong thing
-        overlay.faults += [f"{_place(origins, key, name)}: {_with_key(key, text)}" for key, text in problems(cfg)]
+        overlay.faults += [f"{_place(origins, key, name)}: {with_key(key, text)}" for key, text in problems(cfg)]
     if overlay.faults:
         raise ConfigError(overlay.faults)
     return cfg, origins
@@ -341,10 +342,6 @@ def _place(origins: dict[str, str], key: str, name: str) -> str:
     """Where a cross-field problem points: where the key or something below it was set, else the file."""
     places = [where for k, where in origins.items() if (k == key or k.startswith(key + ".")) and where != DEFAULT]
     return places[0] if places else name
-
-
-def _with_key(key: str, message: str) -> str:
-    return message if message.startswith(key + " ") else f"{key}: {message}"
 
 
 @functools.cache

@@ -16,6 +16,11 @@ def either(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def with_key(key: str, message: str) -> str:
+    """The message of a key, which is not said twice where the message begins with it or with one below it."""
+    return message if message.startswith((f"{key} ", f"{key}.")) else f"{key}: {message}"
+
+
 def counted(number: int | str, noun: str) -> str:
     """1 device, 1,024 devices."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}" if isinstance(number, int) else f"{number} {noun}s"

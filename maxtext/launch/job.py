@@ -15,6 +15,7 @@ from maxtext.config.reason import placed
 from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
 from maxtext.config.validate import mesh_problems
+from maxtext.config.wording import with_key
 
 DEVICE_COUNT = "xla_force_host_platform_device_count"
 # Exit statuses of `maxtext train` that another attempt meets again: a mistake in what was asked for, failed training.
@@ -47,7 +48,7 @@ def loaded(config: str, overrides: Sequence[str], devices: int | None) -> tuple[
     except ConfigError as error:
         return print_problems(error)
     if devices is not None and not cfg.mesh.auto and (problems := mesh_problems(cfg, devices)):
-        return mistake("\n".join(f"{key}: {message}" for key, message in problems))
+        return mistake("\n".join(with_key(*problem) for problem in problems))
     return cfg, to_yaml(cfg, origins)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from maxtext.config.schema import Config
 from maxtext.config.validate import AXES, BATCH_AXES, mesh_problems, resolve_mesh
+from maxtext.config.wording import with_key
 from maxtext.parallel.sharding import INNER
 
 CUT_KINDS, CUT_FROM = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), 64  # see `cut_of_fsdp`
@@ -38,7 +39,7 @@ def make_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     problems = mesh_problems(cfg, len(devices))
     if problems:
-        raise MeshError("\n".join(f"{key}: {message}" for key, message in problems))
+        raise MeshError("\n".join(with_key(*problem) for problem in problems))
     shape = tuple(resolve_mesh(cfg.mesh, len(devices)).values())
     types = (AxisType.Explicit,) * len(AXES)
     if len(devices) == 1 or devices[0].platform == "cpu":  # no topology to arrange: keep the order that was given

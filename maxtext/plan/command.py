@@ -18,6 +18,7 @@ from maxtext.config.reason import placed
 from maxtext.config.schema import Config
 from maxtext.config.show import print_problems
 from maxtext.config.validate import least_devices, mesh_problems
+from maxtext.config.wording import with_key
 from maxtext.plan.topology import (
     PlanError,
     Target,
@@ -50,7 +51,7 @@ def run(argv: list[str]) -> int:
             cfg, why = _settled(cfg, target)
         wrong = mesh_problems(cfg, target.n_devices)
         if wrong:
-            raise PlanError("\n".join(f"{key}: {message}" for key, message in wrong))
+            raise PlanError("\n".join(with_key(*problem) for problem in wrong))
         for option in ("json", "plot"):
             file = getattr(args, option)
             if file not in (None, "-") and not Path(file).absolute().parent.is_dir():

@@ -83,7 +83,8 @@ def to_rows(plan: Plan, from_cache: bool) -> Rows:
     seconds = f"{program.trace_seconds:.1f} s to trace, {program.compile_seconds:.1f} s to compile"
     made = ", ".join(f"{name} {version}" for name, version in program.versions.items())
     return [
-        ("target", f"{plan.target.name}: {counted(plan.target.n_devices, 'device')}; mesh {_axes(program.mesh)}"),
+        ("target", f"{plan.target.name}: {counted(plan.target.n_devices, 'device')}; mesh {_axes(program.mesh)}"
+                   f"{'; --topology names another machine' * (plan.target.chip is None)}"),
         *_size_rows(plan.cfg),
         ("memory", _memory(plan)),
         *_verdict_rows(plan.verdict),

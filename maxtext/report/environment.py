@@ -29,7 +29,7 @@ def _flat(event: Record) -> dict[str, str]:
         if name == "versions":
             found |= {f"{package}": str(version) for package, version in value.items()}
         else:
-            found[name] = _text(value)
+            found[name] = "one device" if name == "mesh" and not value else _text(value)
     return found
 
 

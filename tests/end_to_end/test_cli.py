@@ -115,7 +115,7 @@ def test_a_dry_run_of_the_7b_prints_its_size_and_allocates_nothing(tmp_path: Pat
      "mesh.tensor: model.n_heads 6 is not divisible by mesh.tensor 4 (6 = 4 x 1 + 2); set mesh.tensor to 1, 2 or 3, or "
      "change model.n_heads"),
     (["train.global_batch=6"],
-     "train.global_batch: train.global_batch 6 / train.gradient_accumulation_steps 1 = 6 sequences a micro-batch, "
+     "train.global_batch 6 / train.gradient_accumulation_steps 1 = 6 sequences a micro-batch, "
      "which mesh.data 1 x mesh.fsdp 4 = 4 does not divide (6 = 4 x 1 + 2); set train.global_batch to 4 or 8, or other "
      "mesh sizes"),
 ])
@@ -131,7 +131,7 @@ def test_sizes_that_do_not_fit_the_devices_are_refused_in_one_line(runs: Runs, o
 def test_a_run_that_does_not_fit_exits_2(runs: Runs, capsys: pytest.CaptureFixture[str]):
     assert train(runs.arguments("run", "train.global_batch=12")) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "train.global_batch: train.global_batch 12 / train.gradient_accumulation_steps 1 = 12 sequences a micro-batch, "
+        "train.global_batch 12 / train.gradient_accumulation_steps 1 = 12 sequences a micro-batch, "
         "which mesh.data 1 x mesh.fsdp 8 = 8 does not divide (12 = 8 x 1 + 4); set train.global_batch to 8 or 16, or "
         "other mesh sizes"]
 
@@ -258,6 +258,13 @@ def test_a_wrong_option_exits_2(runs: Runs, arguments: list[str], capsys: pytest
         train([*runs.arguments(), *arguments])
     assert ended.value.code == 2
     assert arguments[-2 if arguments[-1].isdigit() else -1] in capsys.readouterr().err
+
+
+def test_a_dry_run_says_for_which_devices_it_is(runs: Runs, capsys: pytest.CaptureFixture[str]):
+    assert train([*runs.arguments(), "mesh.fsdp=-1", "--dry-run"]) == 0
+    assert "cpu; --devices N for another number)" in " ".join(capsys.readouterr().out.split())
+    assert train([*runs.arguments(), "mesh.fsdp=-1", "--dry-run", "--devices", "4"]) == 0
+    assert "fsdp 4, tensor 1 (planned)" in capsys.readouterr().out
 
 
 def test_without_arguments_maxtext_prints_its_verbs(capsys: pytest.CaptureFixture[str]):

@@ -154,7 +154,7 @@ def test_machines_of_a_topology(text: str, hosts: int, chips: int):
     (["--topology", "v6e:4"], "--topology v6e:4: give a TPU slice, such as v5e:4x4, v5p:4x4x4,"),
     (["--topology", "v9:4x4"], "--topology v9:4x4: give a TPU slice"),
     (["--topology", "v6e:3x3", "mesh.fsdp=-1"], "--topology v6e:3x3: give"),
-    (["--topology", "v6e:4x4", "mesh.fsdp=8"], "mesh: mesh.data 1 x mesh.fsdp 8 x mesh.tensor 1 = 8 devices, but"),
+    (["--topology", "v6e:4x4", "mesh.fsdp=8"], "mesh.data 1 x mesh.fsdp 8 x mesh.tensor 1 = 8 devices, but"),
     (["--topology", "v6e:4x4", "mesh.fsdp=-1", "--name", "My_Run"], "--name My_Run: give lower-case letters,"),
     (["--topology", "tpu7x:2x2x1", "mesh.fsdp=-1", "--pathways", "--scratch", "gs://b"],
      "--pathways: GKE's Pathways has no machine type for tpu7x"),

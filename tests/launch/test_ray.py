@@ -59,7 +59,7 @@ def test_a_wrong_option_is_named(words: list[str], message: str, capsys: pytest.
 def test_a_mesh_that_does_not_fit_the_workers_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["launch", "ray", "quickstart", *CPU, "mesh.fsdp=8"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("mesh: mesh.data 1 x mesh.fsdp 8 x mesh.tensor 1 = 8 devices, but there are 4")
+    assert told.startswith("mesh.data 1 x mesh.fsdp 8 x mesh.tensor 1 = 8 devices, but there are 4")
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

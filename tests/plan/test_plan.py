@@ -174,7 +174,9 @@ def test_devices_of_one_chip_share_its_links():
 def test_an_unknown_peak_gives_no_time_and_no_mfu():
     plan = make_plan(config(), read_target("cpu:8"), made_program())
     assert (plan.estimate.step_seconds, plan.estimate.mfu, to_json(plan)["estimate"]["days"]) == (None, None, None)
-    assert dict(to_rows(plan, False))["MFU"] == "n/a"
+    rows = dict(to_rows(plan, False))
+    assert rows["MFU"] == "n/a"
+    assert rows["target"].endswith("; --topology names another machine")
 
 
 def test_verdicts_at_the_border():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from maxtext.report import environment
 from maxtext.report.chart import Curve, chart
 from maxtext.report.events import event_marks
 from maxtext.report.run_files import read_run
@@ -29,3 +30,10 @@ def test_a_resume_is_no_recovery(tmp_path: Path):
 def test_a_legend_has_the_value_that_was_logged():
     ys = [4.0] * 29 + [3.0]
     assert "loss <b>3</b>" in chart("Loss", [Curve("loss", range(1, 31), ys, smoothed=True)]).replace("</i>", "")
+
+
+def test_the_environment_of_one_device_has_no_dash_for_a_mesh(tmp_path: Path):
+    (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, "event": "begin", "devices": 1, "host": "here",
+                                                       "environment": {"mesh": {}, "processes": 1}}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "<td>mesh</td><td class=left>one device</td>" in environment.section(read_run(str(tmp_path)))
