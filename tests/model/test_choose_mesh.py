@@ -128,7 +128,7 @@ def test_show_and_a_dry_run_say_what_is_chosen_and_why(file: Path, capsys: pytes
     assert "# mesh: auto on 8 x cpu: fsdp 8: about" in capsys.readouterr().out
     assert main(["train", str(file), "mesh=auto", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"mesh +data 1,.* fsdp 8,.* tensor 1 \(cpu\)", shown)
+    assert re.search(r"mesh +data 1,.* fsdp 8,.* tensor 1 \(cpu; --devices N for another number\)", shown)
     assert re.search(r"mesh: auto +fsdp 8: about", shown)
 
 
