@@ -28,10 +28,6 @@ SWITCH = {"torch": "TORCH=1", "transformers": "TORCH=1", "libtpu": "TPU=1",  # o
 OTHER_NAMES = {"chromium": ("chromium-browser", "google-chrome", "google-chrome-stable")}
 
 
-# What takes half a minute of CPU and repeats, by other ways, what tests of every run hold.
-long = pytest.mark.skipif(os.environ.get("LONG") != "1", reason="long: LONG=1 runs it")
-
-
 def folder_of(package: str) -> Path:
     """The folder of an installed package, which is not imported."""
     spec = importlib.util.find_spec(package)

@@ -15,9 +15,9 @@ from xdist.scheduler import LoadScopeScheduling
 CASES = "tests/oracles/test_cases.py"
 # Beginnings of units that take long, the longest first.
 LONG = ("tests/plan/test_compiled_targets", "tests/end_to_end/test_quickstart", "tests/elastic/test_drills",
-        "tests/train/test_determinism", "tests/test_faults", "tests/train/test_step",
-        "tests/end_to_end/test_resume", "tests/end_to_end/", "tests/oracles/", "tests/model/", "tests/convert/",
-        "tests/generate/", "tests/eval/", "tests/train/", "tests/checkpoint/")
+        "tests/launch/test_ray", "tests/train/test_determinism", "tests/test_faults", "tests/train/test_step",
+        "tests/end_to_end/test_recipes", "tests/end_to_end/test_resume", "tests/end_to_end/", "tests/oracles/",
+        "tests/model/", "tests/convert/", "tests/generate/", "tests/eval/", "tests/train/", "tests/checkpoint/")
 
 
 def unit(nodeid: str) -> str:

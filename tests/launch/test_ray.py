@@ -1,4 +1,4 @@
-"""`maxtext launch ray`: what Ray is asked for, and a real job of two CPU workers, one of which is killed."""
+"""`maxtext launch ray`: what Ray is asked for, and real jobs of two CPU workers, of which one is killed in one job."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 from maxtext.cli import main
+from maxtext.config.load import load
+from maxtext.config.schema import Config
 from maxtext.launch.ray import run as run_on_ray
 from maxtext.train.loop import train
-from tests.materials import imported, long
+from tests.materials import imported
+from tests.recipes import DENSE, STEPS, Recipes
 from tests.runs import ROOT, Runs, lines, reproducible
 
-SHORT = ("train.steps=8", "eval.every=4", "checkpoint.every=3", "log.tensorboard=false", "log.report=false",
-         "mesh.fsdp=4", "schedule.warmup_steps=2")
+SMALL = f"{DENSE} checkpoint.every=3"
 CPU = ("--workers", "2", "--cpu", "--devices-per-worker", "2")
 
 
@@ -80,6 +82,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # Ray's 15 leaves its workers no processor beside other tests
         patch.delenv("PJRT_NPROC")  # of 8 devices; a worker has 2
         import ray
 
@@ -88,34 +91,51 @@ def cluster(tmp_path_factory: pytest.TempPathFactory):
         ray.shutdown()
 
 
+class Jobs:
+    """The quickstart in small, as end_to_end/ray.sh trains it: runs of a folder, in `runs`."""
+
+    def __init__(self, folder: Path, prepared: Path) -> None:
+        self.folder = folder
+        self._overrides = [f"data.prepared={prepared}", f"train.steps={STEPS}", f"schedule.total_steps={STEPS}",
+                           "mesh.fsdp=4", *SMALL.split()]
+
+    def arguments(self, name: str, output_dir: str) -> list[str]:
+        return [str(ROOT / "configs" / "quickstart.yml"), f"run_name={name}", f"output_dir={output_dir}",
+                *self._overrides]
+
+    def config(self, name: str) -> Config:
+        path, *overrides = self.arguments(name, str(self.folder / "runs"))
+        return load(path, overrides)
+
+
 @pytest.fixture(scope="module")
-def killed(cluster, tmp_path_factory: pytest.TempPathFactory, prepared_text: Path) -> Runs:
+def jobs(cluster, tmp_path_factory: pytest.TempPathFactory, prepared_text: Path) -> Jobs:
     """Runs, of which `killed` was trained by two workers, one of which was killed once."""
     from tests.launch.dying import train_and_die_once
 
-    runs = Runs(tmp_path_factory.mktemp("ray"), prepared_text)
-    with contextlib.chdir(runs.folder):  # relative paths are those of whoever starts the job
-        words = [*runs.arguments("killed", *SHORT, "output_dir=runs"), *CPU, "--report-every", "3"]
-        assert run_on_ray(words, train_and_die_once) == 0
-    return runs
+    jobs = Jobs(tmp_path_factory.mktemp("ray"), prepared_text)
+    with contextlib.chdir(jobs.folder):  # relative paths are those of whoever starts the job
+        assert run_on_ray([*jobs.arguments("killed", "runs"), *CPU, "--report-every", "3"], train_and_die_once) == 0
+    return jobs
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_worker_is_replaced_and_the_run_is_that_of_one_process(killed: Runs):
+def test_a_killed_worker_is_replaced_and_the_run_is_that_of_one_process(jobs: Jobs):
     from ray.train import Result
 
-    died = int(killed.directory("killed").joinpath("died").read_text())
+    run_dir = jobs.folder / "runs" / "killed"
+    died = int((run_dir / "died").read_text())
     assert not Path(f"/proc/{died}").exists(), "it was killed"
-    one = killed.config("one", *SHORT)
+    one = jobs.config("one")
     train(one, devices=jax.devices()[:4])
-    expected, got = lines(one), lines(killed.config("killed", *SHORT))
+    expected, got = lines(one), lines(jobs.config("killed"))
     assert [line["step"] for line in got] == list(range(9))
     assert [line.get("data/fingerprint") for line in got] == [line.get("data/fingerprint") for line in expected]
     for name in ("train/CE loss", "eval/lm/macro/CE loss"):
         np.testing.assert_allclose(*([line[name] for line in side if name in line] for side in (got, expected)),
                                    rtol=2e-6)
-    (folder,) = (killed.directory("killed") / "ray").iterdir()
+    (folder,) = (run_dir / "ray").iterdir()
     reported = Result.from_path(folder)
     assert reported.metrics["step"] == 8
     assert reported.metrics["train/CE loss"] == got[-1]["train/CE loss"]
@@ -123,17 +143,17 @@ def test_a_killed_worker_is_replaced_and_the_run_is_that_of_one_process(killed: 
         assert json.loads(Path(pointer, "run.json").read_text())["run_directory"] == "runs/killed"
 
 
-@long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_job_that_nothing_happens_to_has_the_same_bits(killed: Runs):
-    assert main(["launch", "ray", *killed.arguments("whole", *SHORT), *CPU]) == 0
-    got, whole = (lines(killed.config(name, *SHORT)) for name in ("killed", "whole"))
+def test_the_job_of_the_recipe_to_which_nothing_happens_has_the_same_bits(jobs: Jobs, prepared_text: Path):
+    Recipes(jobs.folder, prepared_text)("ray.sh", SMALL)
+    got, whole = (lines(jobs.config(name)) for name in ("killed", "ray"))
     assert reproducible(got) == reproducible(whole)
 
 
-@long
+@pytest.mark.slow
 def test_a_mistake_is_told_and_not_tried_again(cluster, runs: Runs, capfd: pytest.CaptureFixture[str]):
-    words = runs.arguments("wrong", *SHORT, "data.prepared=absent", f"output_dir={runs.folder}/runs")
+    words = runs.arguments("wrong", "data.prepared=absent", "mesh.fsdp=4")
     assert main(["launch", "ray", *words, *CPU]) == 2
     assert "Ray gave up" not in capfd.readouterr().err
 
