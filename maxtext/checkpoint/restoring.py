@@ -30,6 +30,7 @@ class Restored:
     extra: Any
     config_text: str
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    how: str = ""  # it was put together, in words; of a state that is more than read
 
     @property
     def other_versions(self) -> list[str]:

@@ -182,9 +182,13 @@ def read_slot(path: str) -> Slot:
                 {name: tuple(shape) for name, shape in found["shapes"].items()})
 
 
-def slots_below(root: str, run: str, told: Callable[[str], None]) -> Iterator[Slot]:
-    """Every sealed slot of run `run` in the workers' folders below `root`; what is passed over is told by name."""
-    for path in sorted(Path(root).glob("worker_*/*.slot")):
+def slots_below(root: str, run: str, told: Callable[[str], None], ending: str = ".slot") -> Iterator[Slot]:
+    """Every sealed slot of run `run` in the workers' folders below `root`; what is passed over is told by name.
+
+    Args:
+      ending: of the files: of snapshots, or of the log of gradients (`tiers_log`).
+    """
+    for path in sorted(Path(root).glob(f"worker_*/*{ending}")):
         try:
             slot = read_slot(str(path))
         except BadSnapshot as bad:
@@ -216,7 +220,9 @@ class Snapshots:
     def __init__(self, root: str, worker: int, run: str, generation: int, peer: int | None,
                  told: Callable[[str], None]) -> None:
         """`peer` is the worker whose folder takes a second copy, None for no copy; `told` hears of failures."""
-        folder, self._run, self._generation, self._told = worker_folder(root, worker), run, generation, told
+        self.root, self.worker, self.run, self.generation, self.peer, self.told = (root, worker, run, generation, peer,
+                                                                                   told)
+        folder = worker_folder(root, worker)
         self._own = [os.path.join(folder, f"own_{number}.slot") for number in range(SLOTS)]
         self._copies = [] if peer is None else [
             os.path.join(worker_folder(root, peer), f"of_{worker}_{number}.slot") for number in range(SLOTS)]
@@ -231,7 +237,7 @@ class Snapshots:
         self.wait()
         parts = host_parts(state)
         shapes = {name: leaf.shape for name, leaf in named_leaves(state).items()}
-        at = SnapshotId(self._generation, step, self._run)
+        at = SnapshotId(self.generation, step, self.run)
         self._thread = threading.Thread(target=self._write, args=(at, parts, extra, shapes), name=f"snapshot {step}",
                                         daemon=True)
         self._thread.start()
@@ -253,6 +259,14 @@ class Snapshots:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
 
+    def sealed(self) -> list[SnapshotId]:
+        """Of the run, in this worker's own slots, ascending."""
+        found = []
+        for path in self._own:
+            with contextlib.suppress(BadSnapshot):
+                found.append(read_slot(path).id)
+        return sorted(one for one in found if one.run == self.run)
+
     def _write(self, at: SnapshotId, parts: list[HostPart], extra: dict[str, Any],
                shapes: dict[str, tuple[int, ...]]) -> None:
         try:
@@ -262,7 +276,7 @@ class Snapshots:
             self._sealed = True
         except OSError as error:
             self._sealed = False
-            self._told(f"no snapshot of update {at.step} was kept in memory: {placed(error)}")
+            self.told(f"no snapshot of update {at.step} was kept in memory: {placed(error)}")
 
     def _age(self, path: str) -> tuple[bool, SnapshotId]:
         """What to overwrite first: a slot that holds nothing whole of this run, then the older one."""
@@ -271,4 +285,4 @@ class Snapshots:
             found = read_slot(path).id
         except BadSnapshot:
             return False, nothing
-        return (True, found) if found.run == self._run else (False, nothing)
+        return (True, found) if found.run == self.run else (False, nothing)

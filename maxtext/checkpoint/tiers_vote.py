@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,18 @@ Exchange = Callable[[str, str], list[str]]  # (topic, own words) to the words of
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """What a vote needs to know of a slot: where it lies and which parts of which arrays it holds."""
+    """What a vote needs to know of a slot: where it lies and which parts of which arrays it holds.
+
+    Attributes:
+      follows, update: of an entry of the log of gradients (`tiers_log`): the state that its update began with, and what
+        the update was made of besides.
+    """
 
     path: str
     id: SnapshotId
     parts: frozenset[tuple[str, Box]]
+    follows: SnapshotId | None = None
+    update: str = ""
 
 
 def listed(slot: Slot) -> Listed:
@@ -44,15 +51,16 @@ def newest_complete(slots: Iterable[Listed], shapes: Mapping[str, tuple[int, ...
     by_id: dict[SnapshotId, set[tuple[str, Box]]] = {}
     for slot in slots:
         by_id.setdefault(slot.id, set()).update(slot.parts)
-    for found in sorted(by_id, reverse=True):
-        held = dict.fromkeys(shapes, 0)
-        for leaf, box in by_id[found]:
-            if leaf in held:
-                held[leaf] += _volume(box)
-        if held.keys() == {leaf for leaf, _ in by_id[found]} and all(
-                held[name] == math.prod(shape) for name, shape in shapes.items()):
-            return found
-    return None
+    return next((found for found in sorted(by_id, reverse=True) if _complete(by_id[found], shapes)), None)
+
+
+def _complete(parts: Collection[tuple[str, Box]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    held = dict.fromkeys(shapes, 0)
+    for leaf, box in parts:
+        if leaf in held:
+            held[leaf] += _volume(box)
+    return held.keys() == {leaf for leaf, _ in parts} and all(
+        held[name] == math.prod(shape) for name, shape in shapes.items())
 
 
 class Source:
@@ -112,42 +120,72 @@ class Found:
     extra: dict[str, Any]
 
 
+class Vote:
+    """The slots of one kind that all processes see, less those that turn out to be damaged; in all processes alike."""
+
+    def __init__(self, abstract: PyTree, slots: Mapping[str, Slot], mine: Iterable[Listed], exchange: Exchange,
+                 topic: str, told: Callable[[str], None]) -> None:
+        """
+        Args:
+          abstract: what a whole one of them holds, with the shardings that it is wanted on.
+          slots: the sealed ones that this process can read, by path; `mine` says what they hold.
+          exchange: tells all processes what this one has, and it what they have; topics begin with `topic`.
+          told: hears of each damaged slot.
+        """
+        self._abstract, self._wanted, self._slots = abstract, named_leaves(abstract), slots
+        self._shapes = {name: tuple(leaf.shape) for name, leaf in self._wanted.items()}
+        self._exchange, self._topic, self._told = exchange, topic, told
+        self._known = {*itertools.chain(*map(_listed_of, exchange(f"{topic}slots", _text_of(mine))))}
+        self._bad, self._reads = set[str](), itertools.count()
+
+    def usable(self) -> list[Listed]:
+        return [slot for slot in self._known if self._bad.isdisjoint((slot.path, str(slot.id)))]
+
+    def newest(self) -> SnapshotId | None:
+        return newest_complete(self.usable(), self._shapes)
+
+    def complete(self, at: SnapshotId) -> bool:
+        parts = {part for slot in self.usable() if slot.id == at for part in slot.parts}
+        return bool(parts) and _complete(parts, self._shapes)
+
+    def read(self, at: SnapshotId) -> tuple[PyTree, dict[str, Any]] | None:
+        """A complete one, and its `extra`; None when something of it is damaged, which is then ruled out."""
+        mine = [self._slots[slot.path] for slot in sorted(self.usable(), key=lambda slot: slot.path)
+                if slot.id == at and slot.path in self._slots]
+        parts, broken = None, ""
+        try:
+            parts = _local_parts(self._wanted, Source(at, mine))
+        except BadSnapshot as error:
+            self._told(str(error.args[0]))
+            broken = error.args[1]
+        broken_anywhere = {text for text in self._exchange(f"{self._topic}read {next(self._reads)}", broken) if text}
+        if not broken_anywhere and parts is not None:
+            return _assembled(self._abstract, self._wanted, parts), mine[0].extra
+        self._bad |= broken_anywhere
+        return None
+
+
 def restore(abstract_state: PyTree, slots: Sequence[Slot], exchange: Exchange, newer_than: int,
-            told: Callable[[str], None]) -> Found | None:
+            told: Callable[[str], None], reach: Callable[[SnapshotId], int] = lambda at: at.step) -> Found | None:
     """The newest complete snapshot on the shardings of `abstract_state`; the same one in every process.
 
     Args:
       slots: the sealed slots that this process can read.
       exchange: tells all processes what this one has, and it what they have.
-      newer_than: a snapshot of an earlier step is not wanted; there is a checkpoint of this step.
+      newer_than: a snapshot from which no later step is reached is not wanted; there is a checkpoint of this step.
       told: hears of each damaged slot.
+      reach: the step that can be reached from a snapshot.
 
     Returns None when no snapshot is complete and new enough.
     """
-    wanted = named_leaves(abstract_state)
-    shapes = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
-    everywhere = [_listed_of(text) for text in exchange("slots", json.dumps([_text_of(listed(s)) for s in slots]))]
-    known, bad = set(itertools.chain(*everywhere)), set[str]()
-
-    def usable(slot: Slot | Listed) -> bool:
-        return bad.isdisjoint((slot.path, str(slot.id)))
-
-    for attempt in itertools.count():  # each pass rules out a slot or a snapshot
-        chosen = newest_complete(filter(usable, known), shapes)
-        if chosen is None or chosen.step < newer_than:
+    vote = Vote(abstract_state, {slot.path: slot for slot in slots}, map(listed, slots), exchange, "", told)
+    while True:  # each pass rules out a slot or a snapshot
+        chosen = vote.newest()
+        if chosen is None or reach(chosen) < newer_than:
             return None
-        of_id = [slot for slot in slots if slot.id == chosen and usable(slot)]
-        parts, broken = None, ""
-        try:
-            parts = _local_parts(wanted, Source(chosen, of_id))
-        except BadSnapshot as error:
-            told(str(error.args[0]))
-            broken = error.args[1]
-        broken_anywhere = {text for text in exchange(f"read {attempt}", broken) if text}
-        if not broken_anywhere and parts is not None:
-            return Found(chosen, _assembled(abstract_state, wanted, parts), of_id[0].extra)
-        bad |= broken_anywhere
-    raise AssertionError("unreachable")
+        found = vote.read(chosen)
+        if found is not None:
+            return Found(chosen, *found)
 
 
 def _local_parts(wanted: Mapping[str, Any], source: Source) -> dict[str, dict[Box, np.ndarray]]:
@@ -167,10 +205,16 @@ def _assembled(abstract_state: PyTree, wanted: Mapping[str, Any], parts: Mapping
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
-def _text_of(slot: Listed) -> list[Any]:
-    return [slot.path, dataclasses.astuple(slot.id), sorted(slot.parts)]
+def _text_of(slots: Iterable[Listed]) -> str:
+    """Slots of one worker mostly hold the same parts, which are written once."""
+    layouts: dict[frozenset[tuple[str, Box]], int] = {}
+    rows = [[slot.path, dataclasses.astuple(slot.id), layouts.setdefault(slot.parts, len(layouts)),
+             None if slot.follows is None else dataclasses.astuple(slot.follows), slot.update] for slot in slots]
+    return json.dumps([[sorted(parts) for parts in layouts], rows])
 
 
 def _listed_of(text: str) -> list[Listed]:
-    return [Listed(path, SnapshotId(*at), frozenset((leaf, tuple((a, b) for a, b in box)) for leaf, box in parts))
-            for path, at, parts in json.loads(text)]
+    layouts, rows = json.loads(text)
+    parts = [frozenset((leaf, tuple((a, b) for a, b in box)) for leaf, box in layout) for layout in layouts]
+    return [Listed(path, SnapshotId(*at), parts[layout], None if follows is None else SnapshotId(*follows), update)
+            for path, at, layout, follows, update in rows]

@@ -217,6 +217,9 @@ class CheckpointConfig:
                             "take twice the size of the state in /dev/shm.", False)
     snapshot_every: int = field("Updates between copies of the state in the hosts' memory, from which the workers of "
                                 "an elastic run that are left go on.", 10, minimum=1)
+    gradient_log: bool = field("Between two snapshots the gradient of each update is kept in memory too, in 2 bytes a "
+                               "weight, from which a restore does the updates again. All updates then take gradients "
+                               "rounded to bfloat16: other numbers than without. Needs snapshots.", False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -311,6 +311,13 @@ def _checkpoints(cfg: Config) -> Iterator[Problem]:
             f"most of its checkpoints would never be made; set it to {multiples(keep, every)}")
 
 
+def _gradient_log(cfg: Config) -> Iterator[Problem]:
+    if cfg.checkpoint.gradient_log and not cfg.checkpoint.snapshots:
+        yield "checkpoint.gradient_log", ("checkpoint.gradient_log true leads on from snapshots, but checkpoint."
+                                          "snapshots is false; set checkpoint.snapshots to true, or "
+                                          "checkpoint.gradient_log to false")
+
+
 def _held_out(cfg: Config) -> Iterator[Problem]:
     if cfg.eval.every is not None and not cfg.eval.sets and not cfg.eval.tasks and cfg.data.prepared is None:
         yield "eval.every", (f"eval.every {cfg.eval.every} is set, but there is nothing to evaluate: give eval.sets, "
@@ -361,5 +368,5 @@ def _empty_texts(cfg: Config) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Config], Iterable[Problem]], ...] = (
     *MODEL_RULES, _batch, _remat, _schedule_kind, _schedule_length, *OPTIMIZER_RULES, *DATA_RULES, *QUANT_RULES,
-    *DETERMINISM_RULES, lambda cfg: _mesh(cfg.mesh), _checkpoints, _held_out, _names, _empty_texts,
+    *DETERMINISM_RULES, lambda cfg: _mesh(cfg.mesh), _checkpoints, _gradient_log, _held_out, _names, _empty_texts,
     profile_problems)

@@ -22,11 +22,14 @@ from jax.sharding import Mesh, NamedSharding
 from maxtext.checkpoint.lease import Lease
 from maxtext.checkpoint.manager import Checkpoints, Restored
 from maxtext.checkpoint.tiers import Snapshots, slots_below
-from maxtext.checkpoint.tiers_vote import restore
+from maxtext.checkpoint.tiers_log import GradientLog
+from maxtext.checkpoint.tiers_vote import Found, restore
 from maxtext.config.schema import Config
 from maxtext.train.attendance import Attendance, MembersChanged
+from maxtext.train.gradient_log import LoggedStep, made_of, restore_replayed
 from maxtext.train.lock import run_lease
 from maxtext.train.state import TrainState
+from maxtext.train.step import Gradient
 from maxtext.train.stop import MEMBERS, Stopper
 
 PyTree = Any
@@ -83,6 +86,8 @@ class ElasticAttendance(Attendance):
         self._steps = 0  # dispatched in this attempt
         self._restored = False  # once in this attempt
         self._checkpoints: Checkpoints | None = None
+        self._log: GradientLog | None = None
+        self._logged: LoggedStep | None = None
 
     def lock(self, run_dir: str) -> AbstractContextManager[Lease | None]:
         # The supervisor holds the machine's lock. Each generation takes the lease anew, which fences the one before.
@@ -151,17 +156,37 @@ class ElasticAttendance(Attendance):
         self._snapshots.take(step, state, extra)
         return not wait or self._snapshots.wait()
 
+    def logs(self, step: LoggedStep) -> None:
+        self._logged = step
+        self._log = self._log or GradientLog(self._snapshots, made_of(step.cfg))
+
+    def keep_gradient(self, step: int, gradient: Gradient, extra: dict[str, Any]) -> None:
+        self.check()
+        assert self._log is not None
+        self._log.keep(step, gradient, extra)
+
     def restore(self, abstract_state: PyTree, newer_than: int) -> Restored | None:
         if self._restored:  # the run goes back, and what is in memory is of the branch that it leaves
-            self._snapshots.forget()
+            self.forget()
             return None
         self._restored = True
-        slots = list(slots_below(self._root, self._run, self._told))
-        found = restore(abstract_state, slots, self._exchange, newer_than, self._told)
+        found, how = self._found(abstract_state, newer_than)
         source = "checkpoint" if newer_than >= 0 else "start"
         self._event("restored from", source=source if found is None else "memory",
-                    step=max(newer_than, 0) if found is None else found.id.step)
-        return None if found is None else Restored(found.id.step, found.state, found.extra, "")
+                    step=max(newer_than, 0) if found is None else found.id.step, **({"how": how} if how else {}))
+        return None if found is None else Restored(found.id.step, found.state, found.extra, "", how=how)
+
+    def _found(self, abstract_state: PyTree, newer_than: int) -> tuple[Found | None, str]:
+        if self._log is None or self._logged is None:
+            slots = list(slots_below(self._root, self._run, self._told))
+            return restore(abstract_state, slots, self._exchange, newer_than, self._told), ""
+        return restore_replayed(self._logged, self._log, self._root, self._run, self._exchange, newer_than,
+                                self._told, self.fetch) or (None, "")
+
+    def forget(self) -> None:
+        self._snapshots.forget()
+        if self._log is not None:
+            self._log.forget()
 
     def abandon(self) -> None:
         """By the main thread: nothing of this attempt may be committed any more."""

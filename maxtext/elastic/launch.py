@@ -83,7 +83,8 @@ def rows(cfg: Config, workers: int, devices: int, peer: bool, root: str) -> list
                     f"replacement joins when it is ready; at most {elastic.regroups_per_hour} times an hour"),
         ("a hang", f"no sign of life, or an update without end, for {elastic.hang_seconds:g} s"),
         *((f"tier: {tier}", what) for tier, what in survival(workers, share, peer, cfg.checkpoint.snapshot_every,
-                                                            cfg.checkpoint.every is not None)),
+                                                            cfg.checkpoint.every is not None,
+                                                            cfg.checkpoint.gradient_log)),
         ("files", f"{cfg.run_dir}/elastic.jsonl tells what happened, {cfg.run_dir}/workers/ has the workers' logs; "
                   f"snapshots lie in {root}"),
     ]

@@ -19,8 +19,9 @@ def phase_limits(watchdog: WatchdogConfig) -> dict[str, float]:
     """Seconds that a worker may spend in a phase. An update (step) has a limit of its own, and waiting has none."""
     return {"start": START_SECONDS, "join": JOIN_SECONDS, "leave": LEAVE_SECONDS, "init": watchdog.init_seconds,
             "compile": watchdog.compile_seconds, "data": watchdog.data_seconds, "checkpoint": watchdog.save_seconds,
-            "snapshot": watchdog.save_seconds, "restore": watchdog.restore_seconds, "eval": watchdog.eval_seconds,
-            "samples": watchdog.eval_seconds, "comparison": watchdog.step_seconds}
+            "snapshot": watchdog.save_seconds, "gradient log": watchdog.save_seconds,
+            "restore": watchdog.restore_seconds, "eval": watchdog.eval_seconds, "samples": watchdog.eval_seconds,
+            "comparison": watchdog.step_seconds}
 
 
 def resized(cfg: Config, n_devices: int, full_devices: int) -> Config | None:
@@ -93,7 +94,8 @@ def back_off(deaths_without_progress: int) -> float:
     return 0.0 if deaths_without_progress < 2 else min(60.0, 2.0 ** (deaths_without_progress - 2))
 
 
-def survival(workers: int, replicas: int, peer: bool, every: int, saves: bool) -> list[tuple[str, str]]:
+def survival(workers: int, replicas: int, peer: bool, every: int, saves: bool,
+             gradient_log: bool = False) -> list[tuple[str, str]]:
     """What each tier of a run survives, as rows of the start table.
 
     Args:
@@ -102,6 +104,7 @@ def survival(workers: int, replicas: int, peer: bool, every: int, saves: bool) -
       peer: whether each worker's part has a second copy at the next one.
       every: updates between snapshots.
       saves: whether checkpoints go to disk before the end.
+      gradient_log: whether gradients are kept between snapshots.
     """
     copies = max(1, min(replicas, workers)) * (2 if peer else 1)
     spread = min(copies, workers)
@@ -111,8 +114,9 @@ def survival(workers: int, replicas: int, peer: bool, every: int, saves: bool) -
         most = "thus of 75% of them" if lost >= math.ceil(0.75 * workers) else "fewer than 75% of them"
         hosts = f"and the loss of the memory of any {lost} of {workers} hosts, {most}"
     disk = "every process and host, as long as the store of output_dir stands"
+    between = " and the gradient of each update since" if gradient_log else ""
     return [
-        ("memory", f"a snapshot every {every} updates; survives the death of any or all processes, {hosts}"),
+        ("memory", f"a snapshot every {every} updates{between}; survives the death of any or all processes, {hosts}"),
         ("disk", f"verified checkpoints; survive the loss of {disk}" if saves else
          f"one checkpoint at the end or on a stop; it survives the loss of {disk}"),
         ("site", "nothing here survives the loss of the site; copy checkpoints elsewhere"),

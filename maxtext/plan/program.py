@@ -114,8 +114,12 @@ def compile_program(cfg: Config, devices: Sequence[jax.Device]) -> Program | Ref
 
     Raises:
       MeshError: when the mesh does not fit devices, model or batch.
-      PlanError: when the mesh cannot be laid over the links, or the compiler fails for another reason than memory.
+      PlanError: when gradients are logged, the mesh cannot be laid over the links, or the compiler fails for another
+        reason than memory.
     """
+    if cfg.checkpoint.gradient_log:
+        raise PlanError("checkpoint.gradient_log true makes two programs of the step, and a plan reads one; add "
+                        "checkpoint.gradient_log=false to plan the run without")
     try:
         mesh = make_mesh(cfg, devices)
     except NotImplementedError as error:

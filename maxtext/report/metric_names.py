@@ -52,6 +52,8 @@ METRICS: tuple[tuple[str, str, str, str], ...] = (
     ("time/eval (s)", "s", "evaluating", "evaluations"),
     ("time/checkpoint (s)", "s", "of a save that training waited for", "saves"),
     ("time/snapshot (s)", "s", "copying the state to the hosts' memory", "snapshots, elastic runs"),
+    ("time/gradient log (s)", "s", "that the gradient before was not yet in the hosts' memory",
+     "`checkpoint.gradient_log`"),
     ("time/samples (s)", "s", "completing `generate.prompts`", "samples"),
     ("time/comparison (s)", "s", "comparing devices", "`guard.compare_devices_every`"),
     ("time/profile (s)", "s", "writing and reading the profile", "`profile.steps`"),

@@ -242,8 +242,8 @@ class Together:
     def _save(self, states: Sequence[TrainState], wait: bool) -> None:
         with self.clock.apart("checkpoint"), jax.set_mesh(self.mesh):
             for run, state in zip(self.runs, states, strict=True):
-                run.checkpoints.save(self.step, state, saved_extra(run.cfg, self.mesh, self.batches, run.record,
-                                                                   run.skips))
+                run.checkpoints.save(self.step, state, saved_extra(run.cfg, self.mesh, self.batches.get_state(),
+                                                                   run.record, run.skips))
             for run in self.runs if wait else ():
                 run.checkpoints.wait()
 

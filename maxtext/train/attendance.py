@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 from maxtext.checkpoint.lease import Lease
 from maxtext.checkpoint.manager import Checkpoints, Restored
 from maxtext.config.schema import Config
+from maxtext.train.gradient_log import LoggedStep
 from maxtext.train.lock import run_lock
 from maxtext.train.state import TrainState, abstract_state
+from maxtext.train.step import Gradient
 from maxtext.train.stop import Stopper
 
 PyTree = Any
@@ -82,6 +84,15 @@ class Attendance:
     def ended(self) -> None:
         """The run is complete, or stopped with all saved: nothing in memory is needed any more."""
 
+    def logs(self, step: LoggedStep) -> None:
+        """The run logs gradients; `restore` is to do updates again with the update of `step`."""
+
+    def keep_gradient(self, step: int, gradient: Gradient, extra: dict[str, Any]) -> None:
+        """Keeps what update `step` was made of in memory outside of this process; `extra` is that of a snapshot."""
+
     def restore(self, abstract_state: PyTree, newer_than: int) -> Restored | None:
-        """The newest copy in memory that is whole, unless it is older than step `newer_than`."""
+        """The newest state in memory that is whole, unless it is older than step `newer_than`."""
         return None
+
+    def forget(self) -> None:
+        """What is in memory is of a branch that the run has left."""

@@ -44,6 +44,7 @@ from maxtext.train.conditions import check_conditions
 from maxtext.train.console import Console
 from maxtext.train.corruption import Comparison
 from maxtext.train.expert_loads import ExpertLoads
+from maxtext.train.gradient_log import LoggedProgram, LoggedStep
 from maxtext.train.guard import GoBack, Guard, Skips, leave_branch
 from maxtext.train.ledger import Ledger
 from maxtext.train.memory import RememberingAttendance
@@ -185,9 +186,13 @@ class Run:
         self.step, self.record, self.saved = 0, Record(), newest
         with phases("restore"):
             abstract = attendance.abstract(cfg, mesh)
+            self.logged = LoggedStep(cfg, abstract) if cfg.checkpoint.gradient_log else None
+            if self.logged is not None:
+                attendance.logs(self.logged)
             restored = attendance.restore(abstract, newest)
             if restored is not None and journal.lacking(restored.extra["data"], restored.step):
                 restored = None  # of the branch that was left
+                attendance.forget()
             restored = restored or checkpoints.restore(
                 abstract, finite=lambda leaf: not leaf.endswith("_window"))
         if restored is None:
@@ -201,7 +206,8 @@ class Run:
             check_conditions(cfg, mesh, restored)
             self.batches.set_state(restored.extra["data"])
             self.guard.skips = Skips(tuple(restored.extra.get("skips", ())))
-            console.note(f"resuming {cfg.run_dir} from update {self.step} of {cfg.train.steps}")
+            console.note(f"resuming {cfg.run_dir} from update {self.step} of {cfg.train.steps}" + (
+                f": {restored.how}" if restored.how else ""))
             if restored.other_versions:
                 console.note(f"the checkpoint was made with {'; '.join(restored.other_versions)}: the run goes on, but "
                              f"not to the same bits")
@@ -245,7 +251,9 @@ class Run:
             previous, seconds = unread, None
             if self.state.step.is_ready() and (previous is None or previous.seconds is not None):
                 seconds = self.clock.lap()  # a dispatch that computes, as on CPUs: what comes now is of the next update
-            unread = Unread(self.step, metrics, self.batches.last_wait_seconds, self.batches.source_tokens, seconds)
+            gradient = metrics.pop("gradient", None)
+            unread = Unread(self.step, metrics, self.batches.last_wait_seconds, self.batches.source_tokens, seconds,
+                            gradient, None if gradient is None else self.batches.get_state())
             if previous is not None:
                 self._write(previous.step, self._read(previous))
             stopped_by = votes.reason()
@@ -255,7 +263,9 @@ class Run:
             snapshot = leave or self.attendance.snapshot_due(cfg, self.step)
             compare = self._due(cfg.guard.compare_devices_every, at_end=False)
             profiled = self.profile.ends(self.step)
-            if save or evaluate or sample or snapshot or compare or profiled or stopped_by:
+            # Its gradient is logged when its metrics are read; where that waits for nothing, it need not wait either.
+            log = gradient is not None and seconds is not None and jax.process_count() == 1
+            if save or evaluate or sample or snapshot or compare or profiled or stopped_by or log:
                 self.record, unread = self._read(unread), None
                 if profiled:
                     self._stop_profile(step_fn)
@@ -299,10 +309,12 @@ class Run:
         every = self.cfg.generate.every
         return self.samples is not None and (evaluated if every is None else self.step > 0 and self._due(every))
 
-    def _compile(self) -> jax.stages.Compiled:
+    def _compile(self) -> jax.stages.Compiled | LoggedProgram:
         """Compiles the step once, ahead of the first batch, so that no later call can compile again unnoticed."""
         self.clock.lap("start")
         with self.clock.apart("compile"):
+            if self.logged is not None:
+                return self.logged.compile(self.batches.abstract(), *self.votes.cast())
             return compile_train_step(self.cfg).lower(self.state, self.batches.abstract(), *self.votes.cast()).compile()
 
     def _write_what_is_missing(self) -> None:
@@ -335,10 +347,13 @@ class Run:
                                 f"{self.cfg.run_dir}/checkpoints.")
         record = step_record(self.cfg, step, values, seconds, unread.wait_seconds, self.mesh)
         record |= {f"data/tokens/{name}": count for name, count in unread.source_tokens.items()}
-        if router is None:
-            return record
-        self.loads.write(step, router["load"])
-        return record | router_record(self.cfg, router)
+        if router is not None:
+            self.loads.write(step, router["load"])
+            record |= router_record(self.cfg, router)
+        if unread.gradient is not None and unread.data is not None:
+            with self.clock.apart("gradient log"):
+                self.attendance.keep_gradient(step, unread.gradient, self._extra(unread.data, record))
+        return record
 
     def _compare_devices(self, batch: Batch) -> None:
         """Before a save of the same update. Raises TrainingError, with the device and what is to be trusted no more."""
@@ -363,7 +378,7 @@ class Run:
         if unread is not None and record is not None:
             self._write(unread.step, record)
 
-    def _stop_profile(self, step_fn: jax.stages.Compiled) -> None:
+    def _stop_profile(self, step_fn: jax.stages.Compiled | LoggedProgram) -> None:
         with self.clock.apart("profile"):
             told = self.profile.stop(step_fn.as_text() or "")
         if told is not None:
@@ -376,8 +391,10 @@ class Run:
         if wait:
             self._wait()
 
-    def _extra(self) -> dict[str, Any]:
-        return saved_extra(self.cfg, self.mesh, self.batches, self.record, self.guard.skips)
+    def _extra(self, data: dict[str, Any] | None = None, record: Record | None = None) -> dict[str, Any]:
+        """Of the update that was dispatched last, or of an earlier one with this position in the data and record."""
+        return saved_extra(self.cfg, self.mesh, data or self.batches.get_state(), record or self.record,
+                           self.guard.skips)
 
     def _snapshot(self, wait: bool) -> bool:
         with self.clock.apart("snapshot"):

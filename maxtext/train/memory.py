@@ -22,14 +22,17 @@ from maxtext.checkpoint.manager import Checkpoints, Restored
 from maxtext.checkpoint.processes import from_process_0
 from maxtext.checkpoint.provenance import versions
 from maxtext.checkpoint.tiers import Snapshots, memory_folder, memory_prefix, slots_below
-from maxtext.checkpoint.tiers_vote import restore
+from maxtext.checkpoint.tiers_log import GradientLog
+from maxtext.checkpoint.tiers_vote import Found, restore
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import Config
 from maxtext.parallel.exchange import all_values
 from maxtext.train.attendance import Attendance
 from maxtext.train.console import warn_once
+from maxtext.train.gradient_log import LoggedStep, made_of, restore_replayed
 from maxtext.train.lock import run_lock
 from maxtext.train.resume import check_same_run
+from maxtext.train.step import Gradient
 
 PyTree = Any
 ID = ".snapshots"  # the file in the run directory that holds the id
@@ -42,6 +45,9 @@ class RememberingAttendance(Attendance):
         self._cfg, self._root = cfg, os.path.join(memory_folder(), f"{memory_prefix(cfg.run_dir)}plain")
         self._lease: Lease | None = None
         self._snapshots: Snapshots | None = None
+        self._log: GradientLog | None = None
+        self._logged: LoggedStep | None = None
+        self._origin = {"config": to_yaml(cfg), "versions": versions()}
         self._run, self._restored = "", False
 
     @contextmanager
@@ -70,25 +76,51 @@ class RememberingAttendance(Attendance):
 
     def snapshot(self, step: int, state: PyTree, extra: dict[str, Any], wait: bool) -> bool:
         assert self._snapshots is not None
-        self._snapshots.take(step, state, {**extra, "config": to_yaml(self._cfg), "versions": versions()})
+        self._snapshots.take(step, state, {**extra, **self._origin})
         return not wait or self._snapshots.wait()
+
+    def logs(self, step: LoggedStep) -> None:
+        assert self._snapshots is not None
+        self._logged = step
+        self._log = self._log or GradientLog(self._snapshots, made_of(self._cfg))
+
+    def keep_gradient(self, step: int, gradient: Gradient, extra: dict[str, Any]) -> None:
+        assert self._log is not None
+        self._log.keep(step, gradient, {**extra, **self._origin})
 
     def restore(self, abstract_state: PyTree, newer_than: int) -> Restored | None:
         assert self._snapshots is not None
         if self._restored:  # the run goes back, and what is in memory is of the branch that it leaves
-            self._snapshots.forget()
+            self.forget()
             return None
         self._restored = True
-        slots = list(slots_below(self._root, self._run, self._told))
-        found = restore(abstract_state, slots, lambda topic, words: all_words(words), newer_than, self._told)
+        found, how = self._found(abstract_state, newer_than)
         if found is None:
             return None
         check_same_run(self._cfg, found.extra["config"], found.id.step, self._told)
-        return Restored(found.id.step, found.state, found.extra, found.extra["config"], found.extra["versions"])
+        return Restored(found.id.step, found.state, found.extra, found.extra["config"], found.extra["versions"],
+                        how)
+
+    def _found(self, abstract_state: PyTree, newer_than: int) -> tuple[Found | None, str]:
+        def exchange(topic: str, words: str) -> list[str]:
+            return all_words(words)
+
+        if self._log is None or self._logged is None:
+            slots = list(slots_below(self._root, self._run, self._told))
+            return restore(abstract_state, slots, exchange, newer_than, self._told), ""
+        return restore_replayed(self._logged, self._log, self._root, self._run, exchange, newer_than, self._told,
+                                self.fetch) or (None, "")
+
+    def forget(self) -> None:
+        assert self._snapshots is not None
+        self._snapshots.forget()
+        if self._log is not None:
+            self._log.forget()
 
     def ended(self) -> None:
-        if self._snapshots is not None:
-            self._snapshots.wait()  # else it would be written after what is removed here
+        for writer in (self._snapshots, self._log):
+            if writer is not None:
+                writer.wait()  # else it would be written after what is removed here
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _told(self, text: str) -> None:

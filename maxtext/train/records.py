@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.config.schema import Config
-from maxtext.data.pipeline import Batches
 from maxtext.model.cost import flops_per_token, peak_flops
 from maxtext.train.conditions import conditions
 from maxtext.train.console import host_memory_gib
@@ -69,7 +68,7 @@ def router_record(cfg: Config, router: Mapping[str, np.ndarray]) -> Record:
     return record | {f"train/{name}": float(overall.get(name, np.sum)(column)) for name, column in columns.items()}
 
 
-def saved_extra(cfg: Config, mesh: Mesh, batches: Batches, record: Record, skips: Skips) -> dict[str, Any]:
-    """What a checkpoint holds besides the state: where the data stands, and the record of its update."""
-    return {"data": batches.get_state(), "record": record, "seed": cfg.seed, "skips": skips.updates,
+def saved_extra(cfg: Config, mesh: Mesh, data: dict[str, Any], record: Record, skips: Skips) -> dict[str, Any]:
+    """What a checkpoint holds besides the state: where the data stands (`get_state`), and the record of its update."""
+    return {"data": data, "record": record, "seed": cfg.seed, "skips": skips.updates,
             "conditions": conditions(cfg, mesh)}

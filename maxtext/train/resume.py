@@ -21,6 +21,7 @@ QUIET = ("data.prefetch", "data.workers", "data.bad_instances", "description", "
          "checkpoint.", "elastic.", "guard.", "watchdog.", "eval.", "generate.", "log.", "train.steps",
          "train.max_seconds", "train.remat.", "optim.offload", "train.loss_chunk_tokens",
          "train.gradient_accumulation_steps")
+NOTED = ("checkpoint.gradient_log",)  # although its neighbours are quiet: it changes numbers
 
 
 class ResumeError(ValueError):
@@ -64,7 +65,7 @@ def check_same_run(cfg: Config, saved_text: str, step: int, note: Callable[[str]
                           f"{cfg.train.take_over_at} (train.take_over_at): train the first part to there alone, with "
                           f"train.steps={cfg.train.take_over_at}, or move later checkpoints away")
     for key in changed:
-        if not key.startswith(QUIET):
+        if not key.startswith(QUIET) or key in NOTED:
             note(f"{key} changes from {before.get(key)!r} to {now.get(key)!r} after update {step}")
     if saved.schedule_steps != cfg.schedule_steps:
         note(f"the learning-rate schedule now ends at update {cfg.schedule_steps} instead of {saved.schedule_steps} "

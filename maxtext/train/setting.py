@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -18,7 +18,7 @@ from maxtext.train.clock import Clock, Phases
 from maxtext.train.console import Console
 from maxtext.train.ledger import Ledger
 from maxtext.train.records import Record
-from maxtext.train.step import StepMetrics
+from maxtext.train.step import Gradient, StepMetrics
 
 Listener = Callable[[int, Record], None]
 
@@ -59,3 +59,5 @@ class Unread(NamedTuple):
     wait_seconds: float  # for its batch
     source_tokens: dict[str, int]  # read up to here
     seconds: float | None  # that it took; None: it is still being computed
+    gradient: Gradient | None = None  # to be logged
+    data: dict[str, Any] | None = None  # where the data stood after it, of a gradient that is logged

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +34,27 @@ from maxtext.train.virtual_shards import fixed_norm, gradient_of_shards
 StepMetrics = dict[str, Any]
 
 
+@flax.struct.dataclass
+class Gradient:
+    """All that an update takes from its batch."""
+
+    grads: Decoder  # float32, or rounded to bfloat16 when gradients are logged (`checkpoint.gradient_log`)
+    cross_entropy: jax.Array  # float32: of the batch
+    norm: jax.Array  # float32: of `grads`, before clipping
+    counts_LE: jax.Array | None  # float32: assignments of each expert; None where no selection bias follows them
+
+
+class Seen(NamedTuple):
+    """What the gradient's computation knows of the batch, for the metrics."""
+
+    losses: Losses
+    norm: jax.Array
+    targets: jax.Array
+    rejected: jax.Array
+    counted: jax.Array  # what the losses were divided by
+    stats: RouterStats | None
+
+
 def make_train_step(cfg: Config, numbers: Numbers | None = None
                     ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The function `(state, batch) -> (state, metrics)` of one update, not yet jitted.
@@ -45,9 +67,20 @@ def make_train_step(cfg: Config, numbers: Numbers | None = None
       numbers: in place of those of `cfg`, whose determinism must not be any_mesh.
     """
     numbers = numbers_of(cfg) if numbers is None else numbers
-    optimizer = optimizer_of(cfg, numbers)
+    gradient_of, update = make_gradient(cfg, numbers), make_update(cfg, numbers)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        gradient, seen = gradient_of(state, batch)
+        state, told = update(state, gradient)
+        return state, measured(cfg, batch, seen) | told
+
+    return step
+
+
+def make_gradient(cfg: Config, numbers: Numbers) -> Callable[[TrainState, Batch], tuple[Gradient, Seen]]:
+    """The first part of an update: the reduced gradient of the global batch; the state stays as it is."""
+
+    def gradient(state: TrainState, batch: Batch) -> tuple[Gradient, Seen]:
         targets = batch.weights_BT.sum()
         rejected = jnp.float32(0) if batch.rejected_B is None else batch.rejected_B.sum()
         counted = targets
@@ -55,39 +88,58 @@ def make_train_step(cfg: Config, numbers: Numbers | None = None
             counted += rejected * cfg.data.sequence_length
         counted = jnp.maximum(counted, 1)
         params = working_copy(state.params, jnp.dtype(cfg.train.compute_dtype))
-        if cfg.train.determinism == "any_mesh":
+        fixed = cfg.train.determinism == "any_mesh"
+        if fixed:
             grads, losses, stats = gradient_of_shards(cfg, params, batch, counted)
-            norm = fixed_norm(cfg, grads, counted != 0)
         else:
             grads, losses, stats = batch_gradient(cfg, params, batch, counted, numbers.z_loss)
-            norm = global_norm(grads)
+        if cfg.checkpoint.gradient_log:  # the norm too is of what is logged
+            grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
+        norm = fixed_norm(cfg, grads, counted != 0) if fixed else global_norm(grads)
+        counts_LE = stats.counts_E if stats is not None and cfg.model.moe.bias_update_rate else None
+        return (Gradient(grads, losses.cross_entropy, norm, counts_LE),
+                Seen(losses, norm, targets, rejected, counted, stats))
+
+    return gradient
+
+
+def make_update(cfg: Config, numbers: Numbers) -> Callable[[TrainState, Gradient], tuple[TrainState, StepMetrics]]:
+    """The second part: what the optimizer makes of a gradient, with its learning rate and whether it skipped it."""
+    optimizer = optimizer_of(cfg, numbers)
+
+    def update(state: TrainState, gradient: Gradient) -> tuple[TrainState, StepMetrics]:
         updates, optimizer_state = optimizer.update(
-            grads, state.optimizer, state.params, loss=losses.cross_entropy, grad_norm=norm
+            gradient.grads, state.optimizer, state.params, loss=gradient.cross_entropy, grad_norm=gradient.norm
         )
         params = add(state.params, updates)
-        metrics = {
-            "cross_entropy": losses.cross_entropy,
-            "squared_log_z": losses.squared_log_z,
-            "grad_norm": norm,
-            "learning_rate": optimizer_state.learning_rate,
-            "skipped": optimizer_state.skipped,
-            "targets": targets,
-            "rejected": rejected,
-            "fingerprint": fingerprint(batch),
-        }
-        if stats is not None:
-            metrics["router"] = router_metrics(stats, counted, cfg.model.moe.top_k)
-            if cfg.model.moe.bias_update_rate:
-                params = _balance(params, stats.counts_E, optimizer_state.skipped, cfg)
-        return state.replace(step=state.step + 1, params=params, optimizer=optimizer_state), metrics
+        if gradient.counts_LE is not None:
+            params = _balance(params, gradient.counts_LE, optimizer_state.skipped, cfg)
+        told = {"learning_rate": optimizer_state.learning_rate, "skipped": optimizer_state.skipped}
+        return state.replace(step=state.step + 1, params=params, optimizer=optimizer_state), told
 
-    return step
+    return update
+
+
+def measured(cfg: Config, batch: Batch, seen: Seen) -> StepMetrics:
+    """The metrics of an update, but those of the optimizer."""
+    metrics = {
+        "cross_entropy": seen.losses.cross_entropy,
+        "squared_log_z": seen.losses.squared_log_z,
+        "grad_norm": seen.norm,
+        "targets": seen.targets,
+        "rejected": seen.rejected,
+        "fingerprint": fingerprint(batch),
+    }
+    if seen.stats is not None:
+        metrics["router"] = router_metrics(seen.stats, seen.counted, cfg.model.moe.top_k)
+    return metrics
 
 
 def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """The jitted step, for the platform of the current mesh; the state given to it is consumed.
 
-    It may be given an int32 array of the votes of processes; the largest is then returned as metric `vote`.
+    It may be given an int32 array of the votes of processes; the largest is then returned as metric `vote`. A run that
+    logs gradients computes the same as two programs (`train/logged_step.py`).
     """
     update = make_train_step(cfg)
 

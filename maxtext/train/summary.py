@@ -80,7 +80,8 @@ def run_rows(cfg: Config) -> Rows:
         ("batch", f"{t.global_batch:,} sequences x {cfg.data.sequence_length:,} = {cfg.batch_tokens:,} tokens{split}"),
         ("updates", f"{t.steps:,} updates, {t.steps * cfg.batch_tokens:,} tokens"),
         ("schedule", f"{s.kind}, warm-up {s.warmup_steps:,}, ends at {cfg.schedule_steps:,}; lr {rates}"),
-        ("precision", f"compute {t.compute_dtype}, weights float32, moments {cfg.optim.moments_dtype}"),
+        ("precision", f"compute {t.compute_dtype}, weights float32, moments {cfg.optim.moments_dtype}" + (
+            ", gradients rounded to bfloat16 for the log" if cfg.checkpoint.gradient_log else "")),
         ("determinism", determinism_row(cfg)),
         ("quantised", quantised_row(cfg)),
         ("optimizer", optimizer_row(cfg)),
@@ -173,5 +174,7 @@ def device_rows(cfg: Config, mesh_shape: Mapping[str, int], kind: str, why_mesh:
         ("checkpoint", f"{size_text(state_bytes(cfg))} each, {every}, {kept}"),
         *([("snapshots", f"every {cfg.checkpoint.snapshot_every:,} updates, two in the hosts' memory; they survive the "
                          f"death of a process, not of its machine")] if cfg.checkpoint.snapshots else []),
+        *([("gradient log", f"{size_text(2 * count_params(cfg.model))} for each update since the last snapshot, in the "
+                            f"hosts' memory too")] if cfg.checkpoint.gradient_log else []),
         ("outputs", cfg.run_dir),
     ]

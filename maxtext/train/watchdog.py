@@ -18,7 +18,8 @@ from maxtext.train.clock import Phases
 from maxtext.train.ledger import Ledger
 
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: what schedulers take for a failure that another attempt may not meet
-_SETTINGS = {"checkpoint": "save", "snapshot": "save", "samples": "eval", "comparison": "eval"}  # where names differ
+_SETTINGS = {"checkpoint": "save", "snapshot": "save", "gradient log": "save", "samples": "eval",
+             "comparison": "eval"}  # where names differ
 _TICK_SECONDS = 1.0
 
 

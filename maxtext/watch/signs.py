@@ -29,7 +29,7 @@ _TAIL_BYTES = 1 << 16
 _NAMES = {"step": "training", "data": "waiting for data", "eval": "evaluating", "checkpoint": "saving",
           "restore": "restoring", "compile": "compiling", "init": "starting", "samples": "sampling",
           "comparison": "comparing devices", "profile": "writing the profile",
-          "snapshot": "copying the state"}
+          "snapshot": "copying the state", "gradient log": "keeping the gradient"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ NOT_MEASURED = {
     "| sequence | devices | window | block |": _CODE,
     "| update of a model with N weights | bytes |": "the sum of the arrays that are saved",
     "| | sum form |": "formulas",
+    "| | bytes a weight and update |": "sizes of files; tests/train/test_gradient_log.py compares",
     "| platform | back end |": _WORDS,
     "| word | what it is here |": _WORDS,
     "| key | default | meaning |": _WORDS,

@@ -77,6 +77,27 @@ def test_a_job_that_loses_rank_0_with_another_amid_the_join_and_then_all_but_one
     assert bits[0] == bits[1], "weights and moments too"
 
 
+def test_with_a_log_of_gradients_a_death_costs_no_update_but_those_under_way(runs):
+    overrides = ("schedule.total_steps=100000", "train.determinism=any_mesh", "train.global_batch=8",
+                 "checkpoint.every=null", "checkpoint.snapshots=true", "checkpoint.gradient_log=true",
+                 "checkpoint.snapshot_every=20")
+    with start(runs, "logged", 2, "train.steps=100000", *overrides, devices=1) as one:
+        one.wait_for_step(27)
+        cost = kill_and_recover(one, [0])
+        [source] = [event for event in one.events("restored from") if event["source"] == "memory"][:1]
+        assert cost.lost <= 2, "one whose entry was not sealed everywhere, and one under way"
+        assert source["step"] >= 26
+        assert f", and {source['step'] % 20} updates done again from their gradients" in source["how"]
+        one.wait_for_step(source["step"] + 5)
+        one.supervisor.send_signal(signal.SIGTERM)
+        assert one.end() == 0
+    steps = one.step()
+    plain = runs.config("plain", *COMMON, *overrides, f"train.steps={steps}")
+    train(plain, devices=jax.devices()[:2])
+    assert losses(one.run_dir) == losses(Path(plain.run_dir))
+    assert saved_bits(plain, steps) == saved_bits(runs.config("logged", *COMMON, *overrides), steps)
+
+
 def test_a_stopped_worker_is_fenced_and_the_stop_of_a_job_saves(runs):
     """SIGSTOP: it is found by its silence, killed while it sleeps, and never wakes; then SIGTERM ends the job."""
     overrides = ("train.steps=100000", "schedule.total_steps=100", "elastic.hang_seconds=2.5", "checkpoint.every=null")

@@ -72,3 +72,5 @@ def test_a_worker_that_keeps_dying_waits_longer_and_longer():
 def test_what_the_memory_tier_survives(workers, replicas, peer, said):
     rows = dict(survival(workers, replicas, peer, 10, True))
     assert rows["memory"] == f"a snapshot every 10 updates; survives the death of {said}"
+    logged = dict(survival(workers, replicas, peer, 10, True, gradient_log=True))
+    assert logged["memory"] == rows["memory"].replace(" updates;", " updates and the gradient of each update since;")

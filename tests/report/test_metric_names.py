@@ -11,7 +11,7 @@ from tests.end_to_end.test_metrics import EVALUATION, EVERY_UPDATE, START
 from tests.tiny import tiny_config, tiny_model
 
 RARE = {"model/parameters", "optim/LR (Muon)", "throughput/device/MFU", "time/snapshot (s)", "time/samples (s)",
-        "time/comparison (s)", "data/tokens/code", "time/checkpoint (s)", "time/profile (s)"}
+        "time/comparison (s)", "data/tokens/code", "time/checkpoint (s)", "time/profile (s)", "time/gradient log (s)"}
 
 
 def recorded():
