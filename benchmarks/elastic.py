@@ -210,7 +210,7 @@ ROWS = {"noticed": "SIGKILL, until the supervisor knows",
         "compiled": "step compiled, from the cache",
         "resumed": "SIGKILL, until the next update is done",
         "lost": "updates done again, with a snapshot every 10"}
-
+DIGITS = {"noticed": 4, "lost": None}  # after the point; 2 of all else
 
 COLUMNS = ("seconds", "median", "worst")
 
@@ -220,8 +220,7 @@ def table(recoveries: Sequence[Recovery]) -> list[tuple[str, float, float]]:
     rows = []
     for name, what in ROWS.items():
         values = [getattr(one, name) for one in recoveries]
-        rows.append((what, *(round(value, None if name == "lost" else 2)
-                             for value in (statistics.median(values), max(values)))))
+        rows.append((what, *(round(value, DIGITS.get(name, 2)) for value in (statistics.median(values), max(values)))))
     return rows
 
 

@@ -73,7 +73,7 @@ class EarlyHashes:
             return
         try:
             hashed.set_result(sha256(path))
-        except OSError:  # gone, renamed or not readable: who asks hashes it anew and learns why
+        except Exception:  # gone, renamed, not readable: who asks hashes it anew and learns why
             hashed.set_result(None)
 
     def _large_files(self) -> dict[Stamp, str]:
