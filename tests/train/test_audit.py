@@ -158,4 +158,4 @@ def test_held_out_documents_that_were_trained_on(runs: Runs, tmp_path: Path, cap
 
 def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["data", "audit", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("the run cannot be audited: ")
+    assert capsys.readouterr().err.startswith(f"{tmp_path} holds no file config.yml; give the folder of a run")
