@@ -97,7 +97,7 @@ def test_a_completion_is_that_of_the_command_line(run, capsys: pytest.CaptureFix
     assert main(["generate", trained.run_dir, *words]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (found.prompt, found.text, found.ids, found.stopped) == tuple(said.values())
-    with pytest.raises(NoModelError, match="no folder; give a run"):
+    with pytest.raises(NoModelError, match="absent does not exist; give a run"):
         mt.generate("absent", "def ")
 
 
