@@ -77,6 +77,7 @@ def test_a_job_that_loses_rank_0_with_another_amid_the_join_and_then_all_but_one
     assert bits[0] == bits[1], "weights and moments too"
 
 
+@pytest.mark.one_pass
 def test_with_a_log_of_gradients_a_death_costs_no_update_but_those_under_way(runs):
     overrides = ("schedule.total_steps=100000", "train.determinism=any_mesh", "train.global_batch=8",
                  "checkpoint.every=null", "checkpoint.snapshots=true", "checkpoint.gradient_log=true",

@@ -234,6 +234,7 @@ def test_updates_are_done_again_bit_for_bit(dense):
     check_done_again(dense, (2, 1, 1))
 
 
+@pytest.mark.one_pass
 @pytest.mark.parametrize(("cfg", "shape"), [
     (config(kind="skip_step_muon"), (1, 4, 1)),
     (config(kind="adamw", moments_dtype="bfloat16"), (1, 2, 2)),
