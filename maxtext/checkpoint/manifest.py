@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from maxtext.checkpoint import lease
-from maxtext.checkpoint.early_hashes import EarlyHashes, stamp
+from maxtext.checkpoint.early_hashes import EarlyHashes, sha256, stamp
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -265,8 +265,7 @@ def check_files(step_dir: str, manifest: Manifest, share: slice = slice(None)) -
 
     def check(name: str) -> None:
         try:
-            with open(os.path.join(step_dir, name), "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = sha256(os.path.join(step_dir, name))
         except PermissionError:
             raise
         except OSError as error:

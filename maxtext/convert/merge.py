@@ -7,7 +7,6 @@ soup; Wortsman et al. 2022). Optimizer states are left out: the mean of moments 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint import manifest
+from maxtext.checkpoint.early_hashes import sha256
 from maxtext.checkpoint.streamed import StreamedLeaf
 from maxtext.config.schema import Config, InitFromConfig
 from maxtext.convert import ConvertError
@@ -97,10 +97,9 @@ def _pieces(sources: list[Saved], leaves: dict[str, StreamedLeaf]) -> Iterator[t
 
 
 def _provenance(source: Saved) -> dict[str, Any]:
-    with open(os.path.join(source.step_dir, manifest.NAME), "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"checkpoint": source.step_dir, "run_name": source.cfg.run_name, "step": source.manifest.step,
-            "saved_at": source.manifest.saved_at, "manifest_sha256": digest}
+            "saved_at": source.manifest.saved_at,
+            "manifest_sha256": sha256(os.path.join(source.step_dir, manifest.NAME))}
 
 
 def _config_of(cfg: Config, out: str, count: int) -> Config:

@@ -21,12 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxtext.checkpoint.lease import Lease
 from maxtext.checkpoint.manager import Checkpoints, Restored
-from maxtext.checkpoint.tiers import Snapshots, slots_below
-from maxtext.checkpoint.tiers_log import GradientLog
-from maxtext.checkpoint.tiers_vote import Found, restore
+from maxtext.checkpoint.tiers import Snapshots
 from maxtext.config.schema import Config
 from maxtext.train.attendance import Attendance, MembersChanged
-from maxtext.train.gradient_log import LoggedStep, made_of, restore_replayed
+from maxtext.train.gradient_log import LoggedStep, Memory
 from maxtext.train.lock import run_lease
 from maxtext.train.state import TrainState
 from maxtext.train.step import Gradient
@@ -72,22 +70,20 @@ class ElasticAttendance(Attendance):
 
     watched = True
 
-    def __init__(self, requests: Requests, snapshots: Snapshots, root: str, run: str, every: int,
-                 exchange: Callable[[str, str], list[str]], told: Callable[[str], None], first: bool,
-                 event: Callable[..., None], shapes: Shapes) -> None:
+    def __init__(self, requests: Requests, snapshots: Snapshots, every: int,
+                 exchange: Callable[[str, str], list[str]], first: bool, event: Callable[..., None],
+                 shapes: Shapes) -> None:
         """
         Args:
           shapes: the abstract states of former attempts of the process by mesh, to be added to.
         """
-        self._requests, self._snapshots, self._root, self._run, self._every = requests, snapshots, root, run, every
-        self._exchange, self._told, self._event, self.first = exchange, told, event, first
+        self._requests, self._every, self._event, self.first = requests, every, event, first
+        self._memory = Memory(snapshots, exchange, self.fetch)
         self.phase_name, self.since, self.step, self.longest = "join", time.monotonic(), 0, 0.0
         self._shapes = shapes
         self._steps = 0  # dispatched in this attempt
         self._restored = False  # once in this attempt
         self._checkpoints: Checkpoints | None = None
-        self._log: GradientLog | None = None
-        self._logged: LoggedStep | None = None
 
     def lock(self, run_dir: str) -> AbstractContextManager[Lease | None]:
         # The supervisor holds the machine's lock. Each generation takes the lease anew, which fences the one before.
@@ -153,40 +149,31 @@ class ElasticAttendance(Attendance):
 
     def snapshot(self, step: int, state: PyTree, extra: dict[str, Any], wait: bool) -> bool:
         self.check()
-        self._snapshots.take(step, state, extra)
-        return not wait or self._snapshots.wait()
+        self._memory.snapshots.take(step, state, extra)
+        return not wait or self._memory.snapshots.wait()
 
     def logs(self, step: LoggedStep) -> None:
-        self._logged = step
-        self._log = self._log or GradientLog(self._snapshots, made_of(step.cfg))
+        self._memory.logs(step)
 
     def keep_gradient(self, step: int, gradient: Gradient, extra: dict[str, Any]) -> None:
         self.check()
-        assert self._log is not None
-        self._log.keep(step, gradient, extra)
+        self._memory.keep(step, gradient, extra)
 
     def restore(self, abstract_state: PyTree, newer_than: int) -> Restored | None:
         if self._restored:  # the run goes back, and what is in memory is of the branch that it leaves
             self.forget()
             return None
         self._restored = True
-        found, how = self._found(abstract_state, newer_than)
-        source = "checkpoint" if newer_than >= 0 else "start"
-        self._event("restored from", source=source if found is None else "memory",
-                    step=max(newer_than, 0) if found is None else found.id.step, **({"how": how} if how else {}))
-        return None if found is None else Restored(found.id.step, found.state, found.extra, "", how=how)
-
-    def _found(self, abstract_state: PyTree, newer_than: int) -> tuple[Found | None, str]:
-        if self._log is None or self._logged is None:
-            slots = list(slots_below(self._root, self._run, self._told))
-            return restore(abstract_state, slots, self._exchange, newer_than, self._told), ""
-        return restore_replayed(self._logged, self._log, self._root, self._run, self._exchange, newer_than,
-                                self._told, self.fetch) or (None, "")
+        found = self._memory.restore(abstract_state, newer_than)
+        if found is None:
+            self._event("restored from", source="checkpoint" if newer_than >= 0 else "start", step=max(newer_than, 0))
+            return None
+        at, how = found
+        self._event("restored from", source="memory", step=at.id.step, **({"how": how} if how else {}))
+        return Restored(at.id.step, at.state, at.extra, "", how=how)
 
     def forget(self) -> None:
-        self._snapshots.forget()
-        if self._log is not None:
-            self._log.forget()
+        self._memory.forget()
 
     def abandon(self) -> None:
         """By the main thread: nothing of this attempt may be committed any more."""

@@ -169,8 +169,8 @@ class Worker:
         cfg = resized(self.cfg, spec.devices * len(members), spec.devices * spec.workers)
         assert cfg is not None, "the supervisor chooses groups that fit"
         attendance = ElasticAttendance(
-            self.requests, self._snapshots(generation), spec.root, spec.run, cfg.checkpoint.snapshot_every,
-            lambda topic, words: _exchange(generation, rank, topic, words), self._told, self.attempts == 0,
+            self.requests, self._snapshots(generation), cfg.checkpoint.snapshot_every,
+            lambda topic, words: _exchange(generation, rank, topic, words), self.attempts == 0,
             lambda event, **details: self.journal.write(event, generation=generation.number, **details), self._shapes)
         self.attempts += 1
         self.generation = generation

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtext.checkpoint.tiers import slots_below
+from maxtext.checkpoint.tiers import Snapshots, slots_below
 from maxtext.checkpoint.tiers_log import Entries, GradientLog
 from maxtext.checkpoint.tiers_vote import Exchange, Found, restore
 from maxtext.config.schema import Config
@@ -100,17 +100,56 @@ def made_of(cfg: Config) -> str:
     return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
 
-def restore_replayed(step: LoggedStep, log: GradientLog, root: str, run: str, exchange: Exchange, newer_than: int,
-                     told: Callable[[str], None], fetch: Callable[[PyTree], PyTree]) -> tuple[Found, str] | None:
-    """The newest complete snapshot with the logged updates after it done again; the same in every process.
+class Memory:
+    """What a run keeps in the hosts' memory: snapshots, and the log between them where it logs gradients."""
 
-    Args:
-      log: the one that goes on from there.
-      root, run, exchange, newer_than, told: see `slots_below` and `restore`.
-      fetch: waits for arrays.
+    def __init__(self, snapshots: Snapshots, exchange: Exchange, fetch: Callable[[PyTree], PyTree]) -> None:
+        """
+        Args:
+          exchange: tells all processes what this one says, and it what they say.
+          fetch: waits for arrays.
+        """
+        self.snapshots, self._exchange, self._fetch = snapshots, exchange, fetch
+        self._logging: tuple[LoggedStep, GradientLog] | None = None
 
-    Returns what was found, and how in words; None when no update from `newer_than` on is reached.
-    """
+    def logs(self, step: LoggedStep) -> None:
+        """From now on gradients are kept, and `restore` does updates again with the update of `step`."""
+        log = GradientLog(self.snapshots, made_of(step.cfg)) if self._logging is None else self._logging[1]
+        self._logging = step, log
+
+    def keep(self, step: int, gradient: Gradient, extra: dict[str, Any]) -> None:
+        """Begins to keep the gradient of update `step`; `extra` is that of a snapshot after it."""
+        assert self._logging is not None
+        self._logging[1].keep(step, gradient, extra)
+
+    def restore(self, abstract_state: PyTree, newer_than: int) -> tuple[Found, str] | None:
+        """The newest state that can be had from it, and in words how if it was put together.
+
+        None when there is none, or it is older than step `newer_than`. The same in every process.
+        """
+        if self._logging is not None:
+            return _replayed(*self._logging, self.snapshots, self._exchange, newer_than, self._fetch)
+        slots = list(slots_below(self.snapshots.root, self.snapshots.run, self.snapshots.told))
+        found = restore(abstract_state, slots, self._exchange, newer_than, self.snapshots.told)
+        return None if found is None else (found, "")
+
+    def forget(self) -> None:
+        """Removes all of this worker's, for a run that goes back: it will do updates of the same number."""
+        self.snapshots.forget()
+        if self._logging is not None:
+            self._logging[1].forget()
+
+    def wait(self) -> None:
+        """Waits for what is under way."""
+        self.snapshots.wait()
+        if self._logging is not None:
+            self._logging[1].wait()
+
+
+def _replayed(step: LoggedStep, log: GradientLog, snapshots: Snapshots, exchange: Exchange, newer_than: int,
+              fetch: Callable[[PyTree], PyTree]) -> tuple[Found, str] | None:
+    """The newest complete snapshot with the logged updates after it done again, from where `log` goes on."""
+    root, run, told = snapshots.root, snapshots.run, snapshots.told
     began, seconds = time.monotonic(), dict.fromkeys(("snapshot", "compile", "gradients", "updates"), 0.0)
 
     def spent(on: str) -> None:

@@ -21,15 +21,13 @@ from maxtext.checkpoint.lease import Lease
 from maxtext.checkpoint.manager import Checkpoints, Restored
 from maxtext.checkpoint.processes import from_process_0
 from maxtext.checkpoint.provenance import versions
-from maxtext.checkpoint.tiers import Snapshots, memory_folder, memory_prefix, slots_below
-from maxtext.checkpoint.tiers_log import GradientLog
-from maxtext.checkpoint.tiers_vote import Found, restore
+from maxtext.checkpoint.tiers import Snapshots, memory_folder, memory_prefix
 from maxtext.config.load import to_yaml
 from maxtext.config.schema import Config
 from maxtext.parallel.exchange import all_values
 from maxtext.train.attendance import Attendance
 from maxtext.train.console import warn_once
-from maxtext.train.gradient_log import LoggedStep, made_of, restore_replayed
+from maxtext.train.gradient_log import LoggedStep, Memory
 from maxtext.train.lock import run_lock
 from maxtext.train.resume import check_same_run
 from maxtext.train.step import Gradient
@@ -44,11 +42,9 @@ class RememberingAttendance(Attendance):
     def __init__(self, cfg: Config) -> None:
         self._cfg, self._root = cfg, os.path.join(memory_folder(), f"{memory_prefix(cfg.run_dir)}plain")
         self._lease: Lease | None = None
-        self._snapshots: Snapshots | None = None
-        self._log: GradientLog | None = None
-        self._logged: LoggedStep | None = None
+        self._memory: Memory | None = None
         self._origin = {"config": to_yaml(cfg), "versions": versions()}
-        self._run, self._restored = "", False
+        self._restored = False
 
     @contextmanager
     def lock(self, run_dir: str) -> Iterator[Lease | None]:
@@ -68,59 +64,46 @@ class RememberingAttendance(Attendance):
 
         generation = from_process_0(number)
         with open(path) as file:
-            self._run = file.read()
-        self._snapshots = Snapshots(self._root, jax.process_index(), self._run, generation, None, self._told)
+            run = file.read()
+        snapshots = Snapshots(self._root, jax.process_index(), run, generation, None, self._told)
+        self._memory = Memory(snapshots, lambda topic, words: all_words(words), self.fetch)
 
     def snapshot_due(self, cfg: Config, step: int) -> bool:
         return step % cfg.checkpoint.snapshot_every == 0 and step < cfg.train.steps
 
     def snapshot(self, step: int, state: PyTree, extra: dict[str, Any], wait: bool) -> bool:
-        assert self._snapshots is not None
-        self._snapshots.take(step, state, {**extra, **self._origin})
-        return not wait or self._snapshots.wait()
+        assert self._memory is not None
+        self._memory.snapshots.take(step, state, {**extra, **self._origin})
+        return not wait or self._memory.snapshots.wait()
 
     def logs(self, step: LoggedStep) -> None:
-        assert self._snapshots is not None
-        self._logged = step
-        self._log = self._log or GradientLog(self._snapshots, made_of(self._cfg))
+        assert self._memory is not None
+        self._memory.logs(step)
 
     def keep_gradient(self, step: int, gradient: Gradient, extra: dict[str, Any]) -> None:
-        assert self._log is not None
-        self._log.keep(step, gradient, {**extra, **self._origin})
+        assert self._memory is not None
+        self._memory.keep(step, gradient, {**extra, **self._origin})
 
     def restore(self, abstract_state: PyTree, newer_than: int) -> Restored | None:
-        assert self._snapshots is not None
+        assert self._memory is not None
         if self._restored:  # the run goes back, and what is in memory is of the branch that it leaves
             self.forget()
             return None
         self._restored = True
-        found, how = self._found(abstract_state, newer_than)
+        found = self._memory.restore(abstract_state, newer_than)
         if found is None:
             return None
-        check_same_run(self._cfg, found.extra["config"], found.id.step, self._told)
-        return Restored(found.id.step, found.state, found.extra, found.extra["config"], found.extra["versions"],
-                        how)
-
-    def _found(self, abstract_state: PyTree, newer_than: int) -> tuple[Found | None, str]:
-        def exchange(topic: str, words: str) -> list[str]:
-            return all_words(words)
-
-        if self._log is None or self._logged is None:
-            slots = list(slots_below(self._root, self._run, self._told))
-            return restore(abstract_state, slots, exchange, newer_than, self._told), ""
-        return restore_replayed(self._logged, self._log, self._root, self._run, exchange, newer_than, self._told,
-                                self.fetch) or (None, "")
+        at, how = found
+        check_same_run(self._cfg, at.extra["config"], at.id.step, self._told)
+        return Restored(at.id.step, at.state, at.extra, at.extra["config"], at.extra["versions"], how)
 
     def forget(self) -> None:
-        assert self._snapshots is not None
-        self._snapshots.forget()
-        if self._log is not None:
-            self._log.forget()
+        assert self._memory is not None
+        self._memory.forget()
 
     def ended(self) -> None:
-        for writer in (self._snapshots, self._log):
-            if writer is not None:
-                writer.wait()  # else it would be written after what is removed here
+        if self._memory is not None:
+            self._memory.wait()  # else it would be written after what is removed here
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _told(self, text: str) -> None:

@@ -139,7 +139,7 @@ def compile_train_step(cfg: Config) -> Callable[..., tuple[TrainState, StepMetri
     """The jitted step, for the platform of the current mesh; the state given to it is consumed.
 
     It may be given an int32 array of the votes of processes; the largest is then returned as metric `vote`. A run that
-    logs gradients computes the same as two programs (`train/logged_step.py`).
+    logs gradients computes the same as two programs (`train/gradient_log.py`).
     """
     update = make_train_step(cfg)
 

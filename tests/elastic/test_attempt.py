@@ -33,8 +33,8 @@ class Never:
 def attendance(tmp_path):
     events = []
     snapshots = Snapshots(str(tmp_path), 0, "run", 0, None, events.append)
-    made = ElasticAttendance(Requests(), snapshots, str(tmp_path), "run", 4, lambda topic, words: [words],
-                             events.append, True, lambda event, **details: events.append((event, details)), {})
+    made = ElasticAttendance(Requests(), snapshots, 4, lambda topic, words: [words], True,
+                             lambda event, **details: events.append((event, details)), {})
     made.events = events
     return made
 
@@ -148,7 +148,8 @@ def test_a_run_that_goes_back_finds_no_snapshot_of_the_branch_that_it_leaves(tmp
     assert attendance.snapshot(4, state, {}, wait=True)
     assert attendance.snapshot(8, state, {}, wait=False)
     assert list(tmp_path.rglob("*.slot"))
-    monkeypatch.setattr(attendance, "_exchange", lambda topic, words: pytest.fail("a topic is used once in a group"))
+    monkeypatch.setattr(attendance._memory, "_exchange",
+                        lambda topic, words: pytest.fail("a topic is used once in a group"))
     assert attendance.restore(state, 0) is None
     assert not list(tmp_path.rglob("*.slot"))
     assert attendance.snapshot(4, state, {}, wait=True)

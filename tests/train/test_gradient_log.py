@@ -14,7 +14,6 @@ import pytest
 from benchmarks.fault_injection import flip_bit
 from maxtext.checkpoint import tiers_log
 from maxtext.checkpoint.tiers import Snapshots, memory_folder, memory_prefix, read_slot
-from maxtext.checkpoint.tiers_log import GradientLog
 from maxtext.config.architecture import MoeConfig
 from maxtext.config.load import ConfigError, to_yaml
 from maxtext.config.schema import Config
@@ -22,7 +21,7 @@ from maxtext.elastic.attempt import ElasticAttendance, Requests
 from maxtext.model.cost import count_params
 from maxtext.plan.program import compile_program
 from maxtext.plan.topology import PlanError
-from maxtext.train.gradient_log import LoggedStep, made_of, restore_replayed
+from maxtext.train.gradient_log import LoggedStep, Memory, made_of
 from maxtext.train.loop import train
 from maxtext.train.metrics import MetricsWriter
 from maxtext.train.optim import global_norm
@@ -122,7 +121,7 @@ def test_an_elastic_worker_keeps_it_and_goes_on_from_it(runs: Runs, straight, mo
     def attempt(generation, cfg):
         snapshots = Snapshots(str(tmp_path / "memory"), 0, "run", generation, None, told.append)
         return train(cfg, devices=DEVICES, attendance=ElasticAttendance(
-            Requests(), snapshots, snapshots.root, "run", 5, lambda topic, words: [words], told.append, True,
+            Requests(), snapshots, 5, lambda topic, words: [words], True,
             lambda event, **details: events.append((event, details)), {}))
 
     cfg, told, events = runs.config("run", *COMMON, *LOG), [], []
@@ -184,29 +183,31 @@ class Recorded:
     def __init__(self, root: Path, cfg, shape, **how):
         self.root, self.cfg, self.said, self.states, self.skipped = str(root), cfg, [], [], []
         snapshots = Snapshots(self.root, 0, "run", 0, None, self.said.append)
-        log, mesh = GradientLog(snapshots, made_of(cfg)), mesh_of(shape)
+        memory, mesh = Memory(snapshots, lambda topic, words: [words], jax.device_get), mesh_of(shape)
         with jax.set_mesh(mesh):
             state, step = init_state(cfg), LoggedStep(cfg, abstract_state(cfg, mesh))
             placed = [place(batch, mesh) for batch in batches(cfg)]
             program = step.compile(placed[0])
+            memory.logs(step)
             snapshots.take(0, state, {"record": 0})
             assert snapshots.wait()
             self.gradients = []
             for number, batch in enumerate(placed, 1):
                 state, metrics = program(state, batch)
-                log.keep(number, metrics["gradient"], {"record": number})
+                memory.keep(number, metrics["gradient"], {"record": number})
                 self.gradients.append(jax.tree.map(np.asarray, metrics["gradient"]))
                 self.skipped.append(int(metrics["skipped"]))
                 self.states.append(jax.tree.map(np.array, state))
-            log.wait()
+            memory.wait()
 
     def restored(self, shape, cfg=None, newer_than=-1):
         cfg, mesh = cfg or self.cfg, mesh_of(shape)
-        log = GradientLog(Snapshots(self.root, 0, "run", 1, None, self.said.append), made_of(cfg))
+        snapshots = Snapshots(self.root, 0, "run", 1, None, self.said.append)
+        memory = Memory(snapshots, lambda topic, words: [words], jax.device_get)
         with jax.set_mesh(mesh):
-            step = LoggedStep(cfg, abstract_state(cfg, mesh))
-            return restore_replayed(step, log, self.root, "run", lambda topic, words: [words], newer_than,
-                                    self.said.append, jax.device_get)
+            state = abstract_state(cfg, mesh)
+            memory.logs(LoggedStep(cfg, state))
+            return memory.restore(state, newer_than)
 
 
 @pytest.fixture(scope="module")
