@@ -216,7 +216,7 @@ def test_importing_config_brings_in_neither_jax_nor_numpy():
     assert done.stdout.strip() == "[]"
 
 
-def test_importing_and_loading_take_less_than_a_tenth_of_a_second_of_processor_time():
+def test_importing_and_loading_take_less_than_half_of_the_0_3_seconds_in_which_a_verb_answers():
     code = ("import time; start = time.process_time()\n"
             "from maxtext.config.load import load; load('olmo3_7b')\n"
             "print(time.process_time() - start)")
@@ -224,7 +224,7 @@ def test_importing_and_loading_take_less_than_a_tenth_of_a_second_of_processor_t
     def seconds() -> float:
         return float(pace.run([sys.executable, "-c", code], cwd=CONFIGS.parent)[1].stdout)
 
-    assert pace.least(seconds, limit=0.1) < 0.1
+    assert pace.least(seconds, limit=0.15) < 0.15
 
 
 def test_loading_again_takes_milliseconds():
